@@ -1,0 +1,96 @@
+# Every target sets up what it needs. `make` alone prints this list.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+# An active virtualenv is used as it is; otherwise one is made in .venv.
+VENV ?= $(if $(VIRTUAL_ENV),$(VIRTUAL_ENV),.venv)
+PYTHON ?= python3
+# Extra pip arguments that find torch, e.g. TORCH_INDEX="--index-url https://download.pytorch.org/whl/cpu"
+TORCH_INDEX ?=
+TORCH ?= torch==2.13.0
+# Pytest arguments, e.g. make test ARGS="tests/unit/rpc -k drain"
+ARGS ?=
+# Benchmark to run, e.g. make bench NAME=cpu_decode ARGS="--json out.json"
+NAME ?= cpu_decode
+
+BIN := $(VENV)/bin
+# Per checkout: a virtualenv shared by two checkouts serves the one that was set up last.
+READY := $(VENV)/.kvbraid-ready-$(shell printf %s '$(CURDIR)' | cksum | cut -d' ' -f1)
+# One thread a process: the suite starts many, and more threads than cores only slow each other.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help
+help: ## Print this list
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+.PHONY: setup
+setup: $(READY) ## Install the project and its tools (a .venv is made if no virtualenv is active)
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(READY): pyproject.toml | $(BIN)/python
+	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "KVBraid needs Python 3.11 or newer; name one with PYTHON=python3.x" >&2; exit 1; }
+	$(BIN)/python -m pip install --progress-bar on $(TORCH_INDEX) "$(TORCH)"
+	$(BIN)/python -m pip install --quiet -e ".[dev]"
+	touch $@
+
+.PHONY: demo
+demo: $(READY) ## Start all services on this machine, stream an answer from a real model, stop
+	$(BIN)/kvbraid demo
+
+.PHONY: test
+test: $(READY) ## Run the tests (CPU, no network beyond the package index)
+	$(BIN)/python -m pytest -m "not gpu and not slow" $(ARGS)
+
+.PHONY: check
+check: format lint types imports protos test ## Everything that must hold before a merge
+
+.PHONY: format
+format: $(READY) ## Fail when a file is not formatted
+	$(BIN)/ruff format --check .
+
+.PHONY: fmt
+fmt: $(READY) ## Format and fix what can be fixed
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+
+.PHONY: lint
+lint: $(READY) ## Lint
+	$(BIN)/ruff check .
+
+.PHONY: types
+types: $(READY) ## Type check, strict
+	$(BIN)/mypy
+
+.PHONY: imports
+imports: $(READY) ## Check who imports whom
+	$(BIN)/lint-imports --no-cache
+
+.PHONY: protos
+protos: $(READY) ## Fail when the generated stubs are not what protos/ says
+	$(BIN)/python -m pytest -q tests/contract/test_generated_code.py tests/contract/test_proto_rules.py
+
+.PHONY: gen-protos
+gen-protos: $(READY) ## Generate kvbraid/v1 from protos/
+	$(BIN)/python tools/gen_protos.py
+
+.PHONY: matrix
+matrix: $(READY) ## Greedy equality in every layout, engine seam and services (over an hour)
+	$(BIN)/kvbraid model pull smollm2-135m-instruct
+	model=$$($(BIN)/kvbraid model path smollm2-135m-instruct) && \
+	$(BIN)/python -m tools.equality_matrix --model "$$model" --model tests/assets/tiny-mla \
+	  --json benchmarks/results/equality_matrix.json && \
+	$(BIN)/python -m tools.services_matrix --model "$$model" --model tests/assets/tiny-mla \
+	  --json benchmarks/results/services_matrix.json
+
+.PHONY: test-gpu
+test-gpu: $(READY) ## Tests that need a GPU
+	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+.PHONY: bench
+bench: $(READY) ## Run one benchmark: make bench NAME=cpu_decode ARGS="--json out.json"
+	$(BIN)/kvbraid bench $(NAME) $(ARGS)

@@ -1,0 +1,151 @@
+"""What the attention library promises: types and protocols. Tensors in, tensors out.
+
+Symbols: T tokens of a step, B sequences, w window width (queries a sequence), H query heads of a
+DCP group, Hl query heads of one rank, Hk KV heads of the group, D head_dim, Dv value width,
+R kv_lora_rank, Rr qk_rope_head_dim, P page_size, N physical pages, c dcp_size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+
+class AttentionResult(NamedTuple):
+    """Attention over the keys that the caller named.
+
+    out: [T, H, Dv] in the model dtype, normalised over those keys; 0 where there are none.
+    lse: [T, H] float32 natural-log sum of exponentials; -inf where there are no keys.
+    """
+
+    out: Tensor
+    lse: Tensor
+
+
+class Group(Protocol):
+    """Collectives among the ranks of one group. Every rank calls the same ones in the same order.
+
+    Tensors are contiguous and equal in shape and dtype on every rank unless said otherwise.
+    """
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the group."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Ranks in the group."""
+        ...
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """[size, *tensor.shape], entry r from rank r."""
+        ...
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Sum over ranks, written into `tensor` and returned. Bitwise equal on every rank."""
+        ...
+
+    def reduce_scatter(self, tensor: Tensor) -> Tensor:
+        """`tensor` is [size, ...]; returns the sum over ranks of entry `rank`."""
+        ...
+
+    def all_to_all(self, tensor: Tensor, send_splits: list[int], recv_splits: list[int]) -> Tensor:
+        """Dim 0 of `tensor` is cut by send_splits, piece r goes to rank r; returns the pieces
+        received, concatenated in rank order (dim 0 = sum(recv_splits))."""
+        ...
+
+    def broadcast(self, tensor: Tensor, source: int) -> Tensor:
+        """`tensor` of rank `source`, written into every rank's `tensor` and returned."""
+        ...
+
+    def barrier(self) -> None:
+        """Returns once every rank has entered."""
+        ...
+
+
+class GQACache(NamedTuple):
+    """One layer's KV on this rank. key and value: [N, P, Hk, D]."""
+
+    key: Tensor
+    value: Tensor
+
+
+class MLACache(NamedTuple):
+    """One layer's latent KV on this rank. latent: [N, P, R + Rr] (latent first, then rope key)."""
+
+    latent: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeBatch:
+    """Sequences that each add `window` tokens this step (1 = plain decode).
+
+    seq_lens: int32 CPU [B], global lengths INCLUDING the window; 0 marks a padding row.
+    page_table: int32 [B, max_pages], physical page of each logical page; entries past a
+    sequence's pages are never read.
+    """
+
+    seq_lens: Tensor
+    page_table: Tensor
+    window: int = 1
+    window_mask: str = "causal"  # or "full"
+
+
+@dataclass(frozen=True, slots=True)
+class ExtendBatch:
+    """Sequences that each add a chunk this step, chunks concatenated in this order.
+
+    prefix_lens, chunk_lens: tokens before the chunk (already in the pool) and in it.
+    page_table: int32 [E, max_pages], as in DecodeBatch.
+    """
+
+    prefix_lens: list[int]
+    chunk_lens: list[int]
+    page_table: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class GQAGeometry:
+    """Shape of grouped-query attention (MHA and MQA included)."""
+
+    head_dim: int
+    softmax_scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class MLAGeometry:
+    """Shape of multi-head latent attention."""
+
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    softmax_scale: float
+
+
+class LatentExpansion(NamedTuple):
+    """This rank's up-projections out of the latent, for its Hl heads (or the group's H heads
+    when q is replicated, of which only the local ones are used in extend).
+
+    w_kc: [heads, qk_nope_head_dim, R]   k_nope = latent @ w_kc^T;   q_latent = q_nope @ w_kc
+    w_vc: [heads, R, v_head_dim]         v = latent @ w_vc
+    """
+
+    w_kc: Tensor
+    w_vc: Tensor
+
+
+__all__ = [
+    "AttentionResult",
+    "DecodeBatch",
+    "ExtendBatch",
+    "GQACache",
+    "GQAGeometry",
+    "Group",
+    "LatentExpansion",
+    "MLACache",
+    "MLAGeometry",
+]

@@ -1,0 +1,215 @@
+"""Decoding on CPU through the real services against transformers' generate, side by side.
+
+python -m benchmarks.cpu_decode --model DIR --json benchmarks/results/cpu_decode.json
+
+SmolLM2-135M-Instruct in float32. Ours is the whole way: a gRPC client, coordinator, prefill
+worker, handoff, decode worker; time from sending the request to the last token. The peer is
+`generate` in one process, same prompt, same number of greedy tokens, all cores. Repeats of all
+cases are interleaved; medians are compared. `where` rows say where our time goes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import re
+import statistics
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import torch
+
+from benchmarks.report import BenchmarkRow, write_report
+from kvbraid.v1 import coordinator_pb2, coordinator_pb2_grpc, generation_pb2
+from tools.greedy_reference import load_reference_model
+
+NUM_TOKENS = 64
+PROMPT_TOKENS = 48
+NUM_STREAMS = 8
+CLUSTERS = {
+    "1x1": "tp=1,dcp=1",
+    "2x2 shared_memory": "tp=2,dcp=2",
+    "2x2 gloo": "tp=2,dcp=2,communicator=gloo",
+}
+
+
+@dataclass
+class Cluster:
+    """A running `kvbraid up`."""
+
+    name: str
+    grpc: str
+    metrics: dict[str, str]
+    single: list[float] = field(default_factory=list)
+    batch: list[float] = field(default_factory=list)
+
+    def step_seconds(self) -> tuple[float, float]:
+        """(sum, count) of the decode worker's decode steps so far."""
+        text = urllib.request.urlopen(f"http://{self.metrics['decode-0']}/metrics").read().decode()
+        found = [
+            float(
+                re.findall(rf'kvbraid_engine_step_seconds_{part}{{kind="decode"}} (\S+)', text)[0]
+            )
+            for part in ("sum", "count")
+        ]
+        return found[0], found[1]
+
+
+@contextmanager
+def running_cluster(model: str, name: str, decode: str) -> Iterator[Cluster]:
+    """Start and stop one."""
+    command = [sys.executable, "-m", "kvbraid.cli", "up", "--json", "--model", model]
+    command += ["--prefill", "tp=1,dcp=1,kv_cache_tokens=4096"]
+    command += ["--decode", f"{decode},kv_cache_tokens=4096"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        ready = json.loads(process.stdout.readline())
+        yield Cluster(name, ready["grpc"], ready["metrics"])
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def prompts(vocab_size: int) -> list[list[int]]:
+    """Eight fixed prompts of ordinary tokens, different from one another."""
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.randint(100, vocab_size, (PROMPT_TOKENS,), generator=generator).tolist()
+        for _ in range(NUM_STREAMS)
+    ]
+
+
+async def generate(target: str, token_ids: list[list[int]]) -> float:
+    """Seconds until every prompt has its NUM_TOKENS tokens. A fresh salt: nothing is cached."""
+    async with grpc.aio.insecure_channel(target) as channel:
+        stub = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
+        await channel.channel_ready()
+        began = time.perf_counter()
+        counts = await asyncio.gather(*(_one(stub, ids) for ids in token_ids))
+        assert counts == [NUM_TOKENS] * len(token_ids)
+        return time.perf_counter() - began
+
+
+async def _one(stub: Any, token_ids: list[int]) -> int:
+    request = coordinator_pb2.GenerateRequest(
+        prompt_ids=coordinator_pb2.TokenIds(ids=token_ids),
+        sampling=generation_pb2.SamplingParams(
+            temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True
+        ),
+        cache_salt=str(time.perf_counter_ns()),
+    )
+    count = 0
+    async for response in stub.Generate(request, timeout=300):
+        count += len(response.chunk.token_ids)
+    return count
+
+
+def peer_seconds(model: Any, token_ids: list[list[int]]) -> float:
+    """transformers' time for the same tokens."""
+    inputs = torch.tensor(token_ids)
+    began = time.perf_counter()
+    with torch.inference_mode():
+        out = model.generate(
+            inputs,
+            attention_mask=torch.ones_like(inputs),
+            do_sample=False,
+            max_new_tokens=NUM_TOKENS,
+            min_new_tokens=NUM_TOKENS,
+            pad_token_id=0,
+        )
+    assert out.shape[1] == PROMPT_TOKENS + NUM_TOKENS
+    return time.perf_counter() - began
+
+
+def measure(clusters: list[Cluster], model: Any, repeats: int) -> dict[str, float]:
+    """Medians of tokens per second."""
+    wanted = prompts(model.config.vocab_size)
+    peer_single, peer_batch = [], []
+    for repeat in range(repeats + 1):  # the first warms up and is dropped
+        seconds = [peer_seconds(model, wanted[:1]), peer_seconds(model, wanted)]
+        for cluster in clusters:
+            single = asyncio.run(generate(cluster.grpc, wanted[:1]))
+            batch = asyncio.run(generate(cluster.grpc, wanted))
+            if repeat:
+                cluster.single.append(single)
+                cluster.batch.append(batch)
+        if repeat:
+            peer_single.append(seconds[0])
+            peer_batch.append(seconds[1])
+    rates = {
+        "peer single": NUM_TOKENS / statistics.median(peer_single),
+        "peer batch": NUM_STREAMS * NUM_TOKENS / statistics.median(peer_batch),
+    }
+    for cluster in clusters:
+        rates[f"{cluster.name} single"] = NUM_TOKENS / statistics.median(cluster.single)
+        rates[f"{cluster.name} batch"] = NUM_STREAMS * NUM_TOKENS / statistics.median(cluster.batch)
+    return rates
+
+
+def rows_of(rates: dict[str, float]) -> list[BenchmarkRow]:
+    """The bars, in tokens per second."""
+    rows = [
+        _row("1x1 single / transformers single", rates, "1x1 single", "peer single", 1.1),
+        _row("1x1 8 streams / transformers batch 8", rates, "1x1 batch", "peer batch", 1.0),
+        _row("1x1 8 streams / transformers single", rates, "1x1 batch", "peer single", 3.0),
+    ]
+    for name, bar in (("2x2 shared_memory", 0.8), ("2x2 gloo", None)):
+        rows.append(_row(f"{name} single / 1x1 single", rates, f"{name} single", "1x1 single", bar))
+        rows.append(_row(f"{name} 8 streams / 1x1", rates, f"{name} batch", "1x1 batch", None))
+    return rows
+
+
+def _row(
+    case: str, rates: dict[str, float], ours: str, peer: str, bar: float | None
+) -> BenchmarkRow:
+    ratio = rates[ours] / rates[peer]
+    return BenchmarkRow(case, rates[ours], rates[peer], ratio, bar, bar is None or ratio >= bar)
+
+
+def where_rows(cluster: Cluster, wanted: list[list[int]]) -> list[BenchmarkRow]:
+    """Milliseconds of one token on the wire against the engine's own step."""
+    before = cluster.step_seconds()
+    seconds = asyncio.run(generate(cluster.grpc, wanted[:1]))
+    after = cluster.step_seconds()
+    step_ms = 1e3 * (after[0] - before[0]) / (after[1] - before[1])
+    token_ms = 1e3 * seconds / NUM_TOKENS
+    case = f"where: {cluster.name}, engine step / time a token end to end (ms)"
+    return [BenchmarkRow(case, step_ms, token_ms, step_ms / token_ms, None, True)]
+
+
+def main() -> int:
+    """Measure, print and write; exit code 1 when a bar is missed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", required=True, help="folder of SmolLM2-135M-Instruct")
+    parser.add_argument("--json", type=Path, help="write the rows here")
+    parser.add_argument("--repeats", type=int, default=5, help="measured repeats [5]")
+    options = parser.parse_args()
+    model = load_reference_model(options.model)
+    with ExitStack() as stack:
+        clusters = [
+            stack.enter_context(running_cluster(options.model, name, decode))
+            for name, decode in CLUSTERS.items()
+        ]
+        rows = rows_of(measure(clusters, model, options.repeats))
+        for cluster in clusters:
+            rows += where_rows(cluster, prompts(model.config.vocab_size))
+    for row in rows:
+        bar = "" if row.bar is None else f" (bar {row.bar}: {'holds' if row.holds else 'MISSED'})"
+        sys.stdout.write(f"{row.case}: {row.ours:.2f} / {row.peer:.2f} = {row.ratio:.3f}{bar}\n")
+    if options.json:
+        write_report(options.json, "cpu_decode", rows)
+    return 0 if all(row.holds for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""What the engine tells the servicers; plain values that may cross threads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvbraid.engine.sequence import SequenceKey
+from kvbraid.errors import KVBraidError
+from kvbraid.request import TokenChunk
+from kvbraid.transport.grants import Grant
+
+
+@dataclass(frozen=True, slots=True)
+class TokensReady:
+    """New tokens of a sequence; num_cached_tokens are prompt tokens found in the prefix cache."""
+
+    key: SequenceKey
+    chunk: TokenChunk
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class GrantReady:
+    """Every rank takes rows of this grant now."""
+
+    key: SequenceKey
+    grant: Grant
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSent:
+    """Every row of a prompt is in the decode worker's pools.
+
+    Times in seconds: waiting for a place, computing, and from the last chunk to the last
+    acknowledgement.
+    """
+
+    key: SequenceKey
+    num_bytes: int
+    num_rows: int
+    num_cached_tokens: int
+    queue_s: float
+    compute_s: float
+    transfer_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RowsReceived:
+    """Every row of a handed-off prompt is in this worker's pools; seconds since the grant."""
+
+    key: SequenceKey
+    num_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFailed:
+    """The sequence ended with an error; its pages are free."""
+
+    key: SequenceKey
+    error: KVBraidError
+
+
+EngineEvent = TokensReady | GrantReady | PromptSent | RowsReceived | RequestFailed
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """Figures of one step for metrics. The last five are totals since the start of the process,
+    the prefix figures in tokens."""
+
+    seconds: float
+    num_decodes: int
+    num_extend_tokens: int
+    num_sampled: int
+    num_running: int
+    num_waiting: int
+    num_waiting_tokens: int
+    num_preemptions: int
+    num_wasted_tokens: int
+    num_prefix_queried: int
+    num_prefix_hit: int
+    num_evicted_pages: int

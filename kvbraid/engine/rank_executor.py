@@ -1,0 +1,143 @@
+"""Executes step plans on one rank: state operations, compute, KV arrivals and departures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from attention.interface import Group
+from kvbraid.engine.kv_exchange import KvExchange
+from kvbraid.engine.model_runner import ModelRunner, WindowedDecode
+from kvbraid.engine.rank_state import RankSequence, RankState
+from kvbraid.engine.step_plan import (
+    AddPages,
+    Admit,
+    AppendToken,
+    BeginSend,
+    CloseGrant,
+    EndSend,
+    OpenGrant,
+    Operation,
+    Release,
+    ResetPool,
+    StepPlan,
+    Stop,
+)
+from kvbraid.request import PositionLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What a step gave; `tokens` and `logprobs` are equal on every rank.
+
+    tokens: sampled token id by slot. invalid: slots whose logits were not finite; they got no
+    token. progress: [tp_size, num_collected, 4] int64 of
+    `TransferProgress` fields. rows: [tp_size, 2] int64, finite pool rows and pool bytes a rank.
+    """
+
+    tokens: dict[int, int] = field(default_factory=dict)
+    logprobs: dict[int, PositionLogprobs] = field(default_factory=dict)
+    invalid: tuple[int, ...] = ()
+    progress: NDArray[np.int64] | None = None
+    rows: NDArray[np.int64] | None = None
+    stopped: bool = False
+
+
+class RankExecutor:
+    """One rank's half of the engine. Only the engine thread calls it; it alone touches the pool."""
+
+    def __init__(
+        self, *, runner: ModelRunner, state: RankState, exchange: KvExchange, tp_group: Group
+    ) -> None:
+        self.runner = runner
+        self._state = state
+        self._exchange = exchange
+        self._tp_group = tp_group
+
+    def execute(self, plan: StepPlan) -> StepOutput:
+        """Run one plan. Every rank of the worker executes the same plans in the same order."""
+        self.move_rows()
+        for operation in plan.operations:
+            self._apply(operation)
+        output = self._compute(plan) if plan.has_compute else StepOutput()
+        if plan.confirm:
+            self._tp_group.barrier()
+        return replace(
+            output,
+            progress=self._collect(plan) if plan.collect else None,
+            rows=self._report_rows() if plan.report_rows else None,
+            stopped=any(isinstance(o, Stop) for o in plan.operations),
+        )
+
+    def move_rows(self) -> bool:
+        """Take arrived KV rows into the pool and hand computed ones to the sender.
+
+        Called before each step and again and again while the rank waits for one. Returns whether
+        anything moved.
+        """
+        return self._exchange.move_rows()
+
+    def _apply(self, operation: Operation) -> None:
+        match operation:
+            case Admit():
+                self._state.admit(operation)
+            case AddPages():
+                self._state.add_pages(operation)
+            case AppendToken():
+                self._state[operation.slot].append(operation.token_id)
+            case Release():
+                self._state.release(operation.slot)
+            case OpenGrant():
+                self._exchange.open_grant(operation.grant, self._state.pages_of(operation.slot))
+            case CloseGrant():
+                self._exchange.close_grant(operation.transfer_id)
+            case BeginSend():
+                self._exchange.begin_send(
+                    operation.slot, operation.grant, self._state.pages_of(operation.slot)
+                )
+            case EndSend():
+                self._exchange.end_send(operation.transfer_id)
+            case ResetPool():
+                self.runner.pool.fill_nan()
+            case Stop():
+                pass
+
+    def _compute(self, plan: StepPlan) -> StepOutput:
+        decodes = [self._state[slot] for slot in plan.decodes]
+        logits = self.runner.forward(WindowedDecode(decodes, ()), plan.extends)
+        for extend in plan.extends:
+            self._exchange.rows_computed(extend.slot, extend.start + extend.length)
+        sampled = decodes + [self._state[e.slot] for e in plan.extends if e.sample]
+        return self._sample(logits, sampled) if sampled else StepOutput()
+
+    def _sample(self, logits: torch.Tensor, sampled: list[RankSequence]) -> StepOutput:
+        result = self.runner.sample(logits, sampled)
+        tokens: dict[int, int] = {}
+        invalid: list[int] = []
+        logprobs: dict[int, PositionLogprobs] = {}
+        rows = zip(sampled, result.token_ids.tolist(), result.is_valid.tolist(), strict=True)
+        for row, (sequence, token_id, is_valid) in enumerate(rows):
+            if not is_valid:
+                invalid.append(sequence.slot)
+                continue
+            sequence.append(token_id)
+            tokens[sequence.slot] = token_id
+            entry = result.logprobs[row]
+            if entry is not None:
+                logprobs[sequence.slot] = entry
+        return StepOutput(tokens, logprobs, tuple(invalid))
+
+    def _collect(self, plan: StepPlan) -> NDArray[np.int64]:
+        local = np.array([self._exchange.progress(t) for t in plan.collect], dtype=np.int64)
+        return self._gather(local)
+
+    def _report_rows(self) -> NDArray[np.int64]:
+        pool = self.runner.pool
+        return self._gather(np.array([pool.count_finite_rows(), pool.num_bytes], dtype=np.int64))
+
+    def _gather(self, local: NDArray[np.int64]) -> NDArray[np.int64]:
+        gathered = self._tp_group.all_gather(torch.from_numpy(local))
+        return gathered.numpy()

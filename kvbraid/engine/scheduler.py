@@ -1,0 +1,353 @@
+"""Decides each step: who decodes, which prompt chunks run, who is admitted, preempted or released.
+
+Torch-free and free of any wire; rank 0 only. One step is `schedule` -> (every rank executes the
+plan) -> `commit`. Pages are logical: a page id means the same page on every rank.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvbraid.engine.sequence import EngineRequest, Sequence, SequenceKey, Source, Status
+from kvbraid.engine.step_plan import (
+    AddPages,
+    Admit,
+    AppendToken,
+    BeginSend,
+    CloseGrant,
+    EndSend,
+    Extend,
+    OpenGrant,
+    Operation,
+    Release,
+    StepPlan,
+)
+from kvbraid.errors import InvalidRequestError, OverloadedError
+from kvbraid.kv.prefix_cache import HASH_BLOCK_TOKENS, PrefixCache, block_hashes
+from kvbraid.sampling_key import sampling_key
+from kvbraid.transport.grants import Grant
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """Bounds of one worker.
+
+    max_num_seqs: sequences that hold pages at once. max_num_batched_tokens: tokens of one step.
+    prefill_chunk_tokens: tokens of one prompt in one step. max_num_waiting: queue length at which
+    new requests are refused. max_model_len: prompt plus output of one request.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    prefill_chunk_tokens: int
+    max_num_waiting: int
+    max_model_len: int
+
+
+class Scheduler:
+    """Continuous batching over a paged, striped pool with preemption by recompute."""
+
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        cache: PrefixCache,
+        *,
+        logical_page_size: int,
+        model_digest: str,
+        num_pool_tokens: int,
+        issue_grant: Callable[[int, int], Grant],
+    ) -> None:
+        """issue_grant(first_position, end_position) makes the grant of an admitted handoff."""
+        self.limits = limits
+        self.cache = cache
+        self._issue_grant = issue_grant
+        self.num_preemptions = 0
+        self.num_wasted_tokens = 0
+        self.num_prefix_queried = 0
+        self.num_prefix_hit = 0
+        self._logical_page_size = logical_page_size
+        self._digest = model_digest
+        self._num_pool_tokens = num_pool_tokens
+        self._waiting: deque[Sequence] = deque()
+        self._active: list[Sequence] = []
+        self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
+        self._operations: list[Operation] = []
+        self._by_key: dict[SequenceKey, Sequence] = {}
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that hold pages."""
+        return len(self._active)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait for pages or a slot."""
+        return len(self._waiting)
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Prompt tokens of waiting sequences, plus those not computed yet of running ones."""
+        running = sum(s.num_uncomputed_tokens for s in self._active if s.status is Status.RUNNING)
+        return sum(len(s.token_ids) for s in self._waiting) + running
+
+    @property
+    def active(self) -> list[Sequence]:
+        """Sequences that hold pages, oldest first."""
+        return self._active
+
+    def find(self, key: SequenceKey) -> Sequence | None:
+        """The live sequence of `key`."""
+        return self._by_key.get(key)
+
+    def open_transfers(self) -> dict[str, int]:
+        """Handoffs under way by direction, "in" and "out"."""
+        open_ones = [s for s in tuple(self._active) if s.grant is not None]
+        incoming = sum(s.request.source is Source.HANDOFF for s in open_ones)
+        return {"in": incoming, "out": len(open_ones) - incoming}
+
+    def in_slot(self, slot: int) -> Sequence:
+        """The sequence that holds `slot`."""
+        return next(s for s in self._active if s.slot == slot)
+
+    def submit(self, request: EngineRequest) -> Sequence:
+        """Queue a request.
+
+        Raises InvalidRequestError when it can never fit, OverloadedError when the queue is full.
+        """
+        length, limit = len(request.token_ids), self.limits.max_model_len
+        if not 1 <= length < limit or length >= self._num_pool_tokens:
+            raise InvalidRequestError(
+                f"prompt of {length} tokens: this worker takes 1 to "
+                f"{min(limit, self._num_pool_tokens) - 1}",
+                field="token_ids",
+            )
+        if request.key in self._by_key:
+            raise InvalidRequestError(f"request {request.key} is running already", field="ref")
+        if len(self._waiting) >= self.limits.max_num_waiting:
+            raise OverloadedError(
+                f"{len(self._waiting)} requests wait already (max_num_waiting "
+                f"{self.limits.max_num_waiting})"
+            )
+        hashes = block_hashes(
+            request.token_ids, model_digest=self._digest, cache_salt=request.cache_salt
+        )
+        sequence = Sequence(request, list(request.token_ids), hashes)
+        self._by_key[request.key] = sequence
+        self._waiting.append(sequence)
+        return sequence
+
+    def operate(self, operation: Operation) -> None:
+        """Put a state operation into the next plan."""
+        self._operations.append(operation)
+
+    def schedule(self) -> StepPlan:
+        """The next step's batch; state operations collected since the last one come with it."""
+        preempted_before = self.num_preemptions
+        decodes = self._schedule_decodes()
+        budget = self.limits.max_num_batched_tokens - len(decodes)
+        extends = self._schedule_extends(budget)
+        budget -= sum(e.length for e in extends)
+        if self.num_preemptions == preempted_before:
+            extends += self._admit_waiting(budget)
+        operations, self._operations = tuple(self._operations), []
+        return StepPlan(operations, tuple(s.slot for s in decodes), tuple(extends))
+
+    def commit(self, plan: StepPlan, tokens: dict[int, int]) -> list[Sequence]:
+        """Take the step's sampled tokens (by slot); returns the sequences that got one."""
+        by_slot = {s.slot: s for s in self._active}
+        sampled: list[Sequence] = []
+        for slot in plan.decodes:
+            by_slot[slot].num_computed_tokens += 1
+        for extend in plan.extends:
+            sequence = by_slot[extend.slot]
+            sequence.num_computed_tokens = extend.start + extend.length
+            if sequence.num_uncomputed_tokens == 0:
+                sequence.computed_s = time.monotonic()
+                self._remember_prefix(sequence)
+        for slot, token_id in tokens.items():
+            by_slot[slot].token_ids.append(token_id)
+            sampled.append(by_slot[slot])
+        return sampled
+
+    def resume_received(self, sequence: Sequence) -> None:
+        """Every row and the first token of a handed-off sequence are here: it decodes now."""
+        assert sequence.first_token_id is not None
+        sequence.token_ids.append(sequence.first_token_id)
+        self._operations.append(AppendToken(sequence.slot, sequence.first_token_id))
+        sequence.num_computed_tokens = len(sequence.request.token_ids)
+        sequence.status = Status.RUNNING
+        self._close_transfer(sequence)
+        self._remember_prefix(sequence)
+
+    def finish(self, sequence: Sequence) -> None:
+        """Drop a sequence in whatever state; its pages are free for the next plan."""
+        if sequence.status is Status.WAITING:
+            self._waiting.remove(sequence)
+        elif sequence.status is not Status.FINISHED:
+            self._close_transfer(sequence)
+            self._release(sequence)
+        sequence.status = Status.FINISHED
+        self._by_key.pop(sequence.request.key, None)
+
+    def _close_transfer(self, sequence: Sequence) -> None:
+        if sequence.grant is not None:
+            receiving = sequence.request.source is Source.HANDOFF
+            end = CloseGrant if receiving else EndSend
+            self._operations.append(end(sequence.grant.transfer_id))
+            sequence.grant = None
+
+    def _release(self, sequence: Sequence) -> None:
+        self._remember_prefix(sequence)
+        self._operations.append(Release(sequence.slot))
+        self._free_slots.append(sequence.slot)
+        self.cache.release(sequence.pages)
+        sequence.pages = []
+        self._active.remove(sequence)
+
+    def _remember_prefix(self, sequence: Sequence) -> None:
+        computed = sequence.num_computed_tokens
+        if sequence.status is Status.RECEIVING:
+            return
+        if computed // HASH_BLOCK_TOKENS > len(sequence.hashes):
+            sequence.hashes = block_hashes(
+                sequence.token_ids[:computed],
+                model_digest=self._digest,
+                cache_salt=sequence.request.cache_salt,
+                known=sequence.hashes,
+            )
+        self.cache.insert(sequence.hashes, sequence.pages, computed)
+
+    def _schedule_decodes(self) -> list[Sequence]:
+        decodes: list[Sequence] = []
+        for sequence in list(self._active):
+            if sequence.can_decode and sequence.status is Status.RUNNING:
+                while sequence in self._active and not self._grow(sequence):
+                    self._preempt(self._victim())
+                if sequence in self._active:
+                    decodes.append(sequence)
+        return [s for s in decodes if s.status is Status.RUNNING]
+
+    def _grow(self, sequence: Sequence) -> bool:
+        missing = self._num_pages(len(sequence.token_ids)) - len(sequence.pages)
+        if missing <= 0:
+            return True
+        if missing > self.cache.num_available:
+            return False
+        pages = self.cache.allocate(missing)
+        sequence.pages += pages
+        self._operations.append(AddPages(sequence.slot, tuple(pages)))
+        return True
+
+    def _victim(self) -> Sequence:
+        """The youngest running sequence; sequences of a running transfer are never preempted."""
+        return next(
+            s for s in reversed(self._active) if s.status is Status.RUNNING and s.grant is None
+        )
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.num_preemptions += 1
+        self.num_wasted_tokens += sequence.num_computed_tokens
+        self._close_transfer(sequence)
+        self._release(sequence)
+        sequence.num_computed_tokens = 0
+        sequence.status = Status.WAITING
+        self._waiting.appendleft(sequence)
+
+    def _schedule_extends(self, budget: int) -> list[Extend]:
+        extends: list[Extend] = []
+        for sequence in self._active:
+            if budget <= 0:
+                break
+            if sequence.status is Status.RUNNING and not sequence.can_decode:
+                extend = self._chunk(sequence, budget)
+                if extend is not None:
+                    budget -= extend.length
+                    extends.append(extend)
+        return extends
+
+    def _chunk(self, sequence: Sequence, budget: int) -> Extend | None:
+        length = min(sequence.num_uncomputed_tokens, budget, self.limits.prefill_chunk_tokens)
+        if length <= 0:
+            return None
+        start = sequence.num_computed_tokens
+        return Extend(sequence.slot, start, length, start + length == len(sequence.token_ids))
+
+    def _admit_waiting(self, budget: int) -> list[Extend]:
+        extends: list[Extend] = []
+        while self._waiting and self._free_slots:
+            sequence = self._waiting[0]
+            computes = not self._receives(sequence)
+            if (computes and budget <= 0) or not self._take_pages(sequence):
+                break
+            self._waiting.popleft()
+            self._place(sequence, computes)
+            if computes:
+                extend = self._chunk(sequence, budget)
+                assert extend is not None
+                budget -= extend.length
+                extends.append(extend)
+        return extends
+
+    @staticmethod
+    def _receives(sequence: Sequence) -> bool:
+        """A handed-off sequence receives rows once; preempted, it computes them itself."""
+        return sequence.request.source is Source.HANDOFF and sequence.first_token_id is None
+
+    def _take_pages(self, sequence: Sequence) -> bool:
+        limit = len(sequence.token_ids) - (0 if self._receives(sequence) else 1)
+        held = self.cache.match(sequence.hashes, limit)
+        missing = self._num_pages(len(sequence.token_ids)) - len(held)
+        # Every running sequence may need a page soon: admitting into the last ones would only
+        # preempt again.
+        reserve = len(self._active)
+        if self.cache.num_available < missing + reserve:
+            self.cache.release(held)
+            return False
+        sequence.pages = held + self.cache.allocate(missing)
+        sequence.num_computed_tokens = len(held) * self._logical_page_size
+        self.num_prefix_queried += len(sequence.token_ids)
+        self.num_prefix_hit += sequence.num_computed_tokens
+        if sequence.num_cached_tokens is None:
+            sequence.num_cached_tokens = min(sequence.num_computed_tokens, limit)
+        return True
+
+    def _place(self, sequence: Sequence, computes: bool) -> None:
+        request = sequence.request
+        sequence.slot = self._free_slots.pop()
+        sequence.status = Status.RUNNING if computes else Status.RECEIVING
+        sequence.admitted_s = sequence.admitted_s or time.monotonic()
+        self._active.append(sequence)
+        seed = request.sampling.seed
+        assert seed is not None
+        self._operations.append(
+            Admit(
+                slot=sequence.slot,
+                sampling=request.sampling,
+                key=sampling_key(seed, request.key.completion),
+                num_prompt_tokens=request.num_prompt_tokens,
+                num_computed=sequence.num_computed_tokens,
+                token_ids=tuple(sequence.token_ids),
+                pages=tuple(sequence.pages),
+            )
+        )
+        self._open_transfer(sequence)
+
+    def _open_transfer(self, sequence: Sequence) -> None:
+        if sequence.status is Status.RECEIVING:
+            grant = self._issue_grant(
+                min(sequence.num_computed_tokens, len(sequence.token_ids)),
+                len(sequence.token_ids),
+            )
+            self._operations.append(OpenGrant(sequence.slot, grant.to_json()))
+        elif sequence.request.destination is not None:
+            grant = sequence.request.destination
+            self._operations.append(BeginSend(sequence.slot, grant.to_json()))
+        else:
+            return
+        sequence.grant = grant
+
+    def _num_pages(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._logical_page_size)

@@ -1,0 +1,111 @@
+"""What a request asks for and what it gets: domain types without protobuf or torch."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class FinishReason(enum.Enum):
+    """Why a generation ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is chosen. `kvbraid.validation` holds the accepted ranges."""
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    stop_token_ids: Sequence[int] = ()
+    stop: Sequence[str] = ()
+    ignore_eos: bool = False
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    top_logprobs: int | None = None
+    n: int = 1
+
+    @property
+    def is_greedy(self) -> bool:
+        """Temperature 0: the most likely token, no noise."""
+        return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the logits depend on the tokens so far."""
+        return (
+            self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+            or self.repetition_penalty != 1.0
+        )
+
+
+class TokenLogprob(NamedTuple):
+    """A token id and its natural-log probability."""
+
+    token_id: int
+    logprob: float
+
+
+class PositionLogprobs(NamedTuple):
+    """The emitted token and the most likely ones, best first."""
+
+    chosen: TokenLogprob
+    top: tuple[TokenLogprob, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of one request."""
+
+    num_prompt_tokens: int
+    num_completion_tokens: int
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenChunk:
+    """Tokens of one engine step of one sequence; `finish_reason` is set on the last."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[PositionLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """One message of a conversation."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """A validated, tokenised request as the pipeline takes it. The sampling seed is set."""
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    cache_salt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRef:
+    """Who a cross-service message is about."""
+
+    request_id: str
+    attempt: int
+    sender_incarnation: int

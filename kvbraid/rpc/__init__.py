@@ -1,0 +1,1 @@
+"""gRPC servers and channels as every role uses them; see `server.py` and `channels.py`."""

@@ -1,0 +1,73 @@
+"""Channels to other processes: one an address, kept warm, quick to notice a frozen peer.
+
+async with ChannelPool(settings.server) as pool:
+    stub = DecodeServiceStub(pool.channel("127.0.0.1:50053"))
+    with translated_rpc_errors("127.0.0.1:50053"):
+        await stub.Abort(request, timeout=2)          # every call has a timeout
+"""
+
+from __future__ import annotations
+
+from typing import Self
+
+import grpc
+
+from kvbraid.settings import ServerSettings
+
+ChannelOptions = list[tuple[str, int]]
+
+
+def channel_options(settings: ServerSettings) -> ChannelOptions:
+    """Client options. A frozen peer is found after keepalive + keepalive timeout (about 2 s).
+
+    ping_timeout_ms must be set as well: left alone it is 60 s and overrules the keepalive timeout.
+    """
+    return [
+        ("grpc.keepalive_time_ms", round(settings.keepalive_seconds * 1000)),
+        ("grpc.keepalive_timeout_ms", round(settings.keepalive_timeout_seconds * 1000)),
+        ("grpc.http2.ping_timeout_ms", round(settings.keepalive_timeout_seconds * 1000)),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.max_receive_message_length", settings.max_message_bytes),
+        ("grpc.max_send_message_length", settings.max_message_bytes),
+        # A restarted worker is back in a moment; the defaults back off for up to two minutes.
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 1000),
+        ("grpc.max_reconnect_backoff_ms", 1000),
+        # A retry must get a new attempt number, so only the coordinator may make one.
+        ("grpc.enable_retries", 0),
+        # Pools of one process must not share a connection: one's load would delay another's pings.
+        ("grpc.use_local_subchannel_pool", 1),
+    ]
+
+
+class ChannelPool:
+    """One channel an address. Not thread-safe: use it from the loop that made it."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self._options = channel_options(settings)
+        self._channels: dict[str, grpc.aio.Channel] = {}
+
+    def channel(self, address: str) -> grpc.aio.Channel:
+        """The channel to `address` (host:port), made on first use. The pool closes it."""
+        if address not in self._channels:
+            self._channels[address] = grpc.aio.insecure_channel(address, options=self._options)
+        return self._channels[address]
+
+    async def forget(self, address: str) -> None:
+        """Close the channel to `address`, ending its calls; a later one starts afresh."""
+        channel = self._channels.pop(address, None)
+        if channel is not None:
+            await channel.close()
+
+    async def close(self) -> None:
+        """Close every channel, ending their calls."""
+        channels, self._channels = self._channels, {}
+        for channel in channels.values():
+            await channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()

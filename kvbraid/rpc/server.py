@@ -1,0 +1,125 @@
+"""The gRPC server of every role.
+
+server = RpcServer(role="decode", settings=config.server, metrics=metrics.rpc)
+server.add(add_DecodeServiceServicer_to_server, servicer, "kvbraid.v1.DecodeService")
+await server.start()                       # listens; health says NOT_SERVING
+... load the model ...
+await server.set_serving(True)
+code = await run_until_signal(server)      # kvbraid.rpc.lifecycle
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import grpc
+from grpc_reflection.v1alpha import reflection
+
+from kvbraid.errors import StartupError
+from kvbraid.rpc.admission import Admission
+from kvbraid.rpc.health import SERVICE_NAME, RoleHealth
+from kvbraid.rpc.interceptors import ServiceInterceptor
+from kvbraid.settings import ServerSettings
+from kvbraid.telemetry.metrics import RpcMetrics
+
+_UNWIND_S = 5.0
+
+AddServicer = Callable[[Any, grpc.aio.Server], None]
+
+
+def server_options(settings: ServerSettings) -> list[tuple[str, int]]:
+    """Server options: clients may ping every second and a frozen client is found too.
+
+    max_ping_strikes 0 is what allows frequent pings; a minimum ping interval does not.
+    """
+    return [
+        ("grpc.http2.max_ping_strikes", 0),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.keepalive_time_ms", round(settings.keepalive_seconds * 1000)),
+        ("grpc.keepalive_timeout_ms", round(settings.keepalive_timeout_seconds * 1000)),
+        ("grpc.http2.ping_timeout_ms", round(settings.keepalive_timeout_seconds * 1000)),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.max_receive_message_length", settings.max_message_bytes),
+        ("grpc.max_send_message_length", settings.max_message_bytes),
+        # Without it two processes may listen on one port and share its calls.
+        ("grpc.so_reuseport", 0),
+    ]
+
+
+class RpcServer:
+    """grpc.aio server with health, reflection, error mapping, metrics and a drain.
+
+    `admission` is shared with whatever else takes requests in this process, such as an HTTP API.
+    """
+
+    def __init__(self, *, role: str, settings: ServerSettings, metrics: RpcMetrics) -> None:
+        """To be called inside a running event loop."""
+        self.role = role
+        self.settings = settings
+        self.port = 0
+        self.admission = Admission()
+        self._health = RoleHealth(role)
+        self._names = [SERVICE_NAME, reflection.SERVICE_NAME]
+        self._server = grpc.aio.server(
+            interceptors=[ServiceInterceptor(admission=self.admission, metrics=metrics)],
+            options=server_options(settings),
+        )
+
+    @property
+    def address(self) -> str:
+        """host:port that peers use, known after `start`."""
+        return f"{self.settings.reachable_host}:{self.port}"
+
+    @property
+    def num_running(self) -> int:
+        """Calls being served that a drain waits for."""
+        return self.admission.num_running
+
+    def add(self, add_servicer: AddServicer, servicer: object, service_name: str) -> None:
+        """Serve `servicer` through its generated add_..._to_server function."""
+        add_servicer(servicer, self._server)
+        self._names.append(service_name)
+
+    def add_generic(self, handlers: Sequence[grpc.GenericRpcHandler], service_name: str) -> None:
+        """Serve hand-made handlers, such as raw-bytes streams."""
+        self._server.add_generic_rpc_handlers(tuple(handlers))
+        self._names.append(service_name)
+
+    async def start(self) -> int:
+        """Listen and return the bound port. Health stays NOT_SERVING.
+
+        Raises StartupError when host:port cannot be had.
+        """
+        await self._health.attach(self._server)
+        if self.settings.reflection:
+            reflection.enable_server_reflection(self._names, self._server)
+        wanted = f"{self.settings.host}:{self.settings.port}"
+        try:
+            self.port = self._server.add_insecure_port(wanted)
+        except RuntimeError as error:
+            raise StartupError(f"cannot listen on {wanted}: {error}") from error
+        await self._server.start()
+        return self.port
+
+    async def set_serving(self, is_serving: bool) -> None:
+        """Change what the health service says of this role."""
+        await self._health.set_serving(is_serving)
+
+    async def drain(self) -> bool:
+        """Health NOT_SERVING, refuse new calls, wait for the running ones up to drain_seconds.
+
+        Returns whether all of them finished.
+        """
+        self.admission.close()
+        await self._health.shut_down()
+        return await self.admission.wait_idle(self.settings.drain_seconds)
+
+    async def stop(self) -> None:
+        """Close the port, cancel what still runs, and give its handlers a moment to unwind."""
+        await self._server.stop(None)
+        await self.admission.wait_idle(_UNWIND_S)
+
+    async def wait_stopped(self) -> None:
+        """Returns after `stop`."""
+        await self._server.wait_for_termination()

@@ -1,0 +1,199 @@
+"""The sections that several services share. Each service's config.py composes what it needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from kvbraid.errors import ConfigError
+from kvbraid.settings.fields import ByteSize, setting
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """Where a process listens, how it drains and what it says."""
+
+    host: str = setting("127.0.0.1", "Address that every server of this process listens on.")
+    port: int = setting(
+        0, "gRPC port; 0 lets the system choose and the ready file tell.", minimum=0, maximum=65535
+    )
+    advertise_host: str = setting(
+        "", "Host name that peers should use; empty: the listening address."
+    )
+    metrics_port: int = setting(
+        0,
+        "Port of the Prometheus endpoint /metrics; 0 lets the system choose.",
+        minimum=0,
+        maximum=65535,
+    )
+    drain_seconds: float = setting(
+        30.0, "Time that running requests get to finish after SIGTERM.", unit="seconds", minimum=0
+    )
+    max_message_bytes: ByteSize = setting(
+        ByteSize(16 << 20),
+        "Largest gRPC message accepted.",
+        unit="bytes",
+        minimum=65536,
+        maximum=1 << 30,
+    )
+    keepalive_seconds: float = setting(
+        1.0, "Silence after which a peer is pinged.", unit="seconds", minimum=0.1, maximum=3600
+    )
+    keepalive_timeout_seconds: float = setting(
+        1.0,
+        "Unanswered ping after which the connection is dropped.",
+        unit="seconds",
+        minimum=0.1,
+        maximum=3600,
+    )
+    reflection: bool = setting(True, "Serve gRPC reflection.")
+    log_level: Literal["debug", "info", "warning", "error"] = setting(
+        "info", "Least severe log record that is written."
+    )
+    ready_file: str = setting(
+        "", "Written once the process serves: one JSON line with its addresses. Empty: none."
+    )
+    parent_pid: int = setting(
+        0, "Process whose end ends this one at once; 0: none. Linux only.", minimum=0
+    )
+
+    @property
+    def reachable_host(self) -> str:
+        """The host name that peers use. Raises ConfigError when it cannot be known."""
+        if self.advertise_host:
+            return self.advertise_host
+        if self.host in ("0.0.0.0", "::", "[::]"):
+            raise ConfigError(f"host is {self.host}: advertise_host must say how peers reach it")
+        return self.host
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSettings:
+    """Which checkpoint is served and how much context it gets."""
+
+    model: str = setting("", "Hugging Face folder or GGUF file or folder.")
+    served_model_name: str = setting("", "Name that clients ask for; empty: the folder's name.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
+        "auto", "Compute type; auto is float32 on CPU and the checkpoint's own elsewhere."
+    )
+    device: str = setting("auto", "Torch device; auto takes a GPU when there is one.")
+    max_model_len: int = setting(
+        0, "Longest prompt plus output; 0 takes the model's own limit.", unit="tokens", minimum=0
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelSettings:
+    """How a worker spreads over ranks."""
+
+    tp_size: int = setting(1, "Tensor-parallel ranks of the worker.", unit="ranks", minimum=1)
+    dcp_size: int = setting(
+        1, "Ranks that stripe one sequence's KV cache; divides tp_size.", unit="ranks", minimum=1
+    )
+    q_mode: Literal["gather", "replicate"] = setting(
+        "gather", "Gather the queries of a stripe's heads, or compute them from replicated weights."
+    )
+    exchange: Literal["ag_rs", "a2a"] = setting(
+        "ag_rs", "How partial attention results are merged over a stripe."
+    )
+    communicator: Literal["auto", "shared_memory", "gloo", "nccl"] = setting(
+        "auto", "Collectives of the ranks; auto: shared_memory on one host's CPUs, nccl on GPUs."
+    )
+    attention_backend: str = setting("auto", "Attention backend; auto takes the best that fits.")
+    heartbeat_seconds: float = setting(
+        2.0,
+        "Silence after which a rank counts as dead and the worker stops.",
+        unit="seconds",
+        minimum=0.2,
+    )
+    threads_per_rank: int = setting(
+        0, "CPU threads of a rank; 0 shares the cores among the ranks.", unit="threads", minimum=0
+    )
+
+    def __post_init__(self) -> None:
+        if self.tp_size % self.dcp_size:
+            raise ConfigError(
+                f"dcp_size is {self.dcp_size}, accepted: divisors of tp_size {self.tp_size}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class KvSettings:
+    """The KV cache of a worker."""
+
+    page_size: int = setting(
+        16,
+        "Tokens of a physical page; a logical page has dcp_size times as many.",
+        unit="tokens",
+        minimum=1,
+    )
+    interleave: int = setting(
+        1, "Consecutive tokens of one owner; divides page_size.", unit="tokens", minimum=1
+    )
+    kv_cache_tokens: int = setting(
+        0,
+        "Tokens that the pool holds over a stripe; 0: sized by kv_memory_fraction.",
+        unit="tokens",
+        minimum=0,
+    )
+    kv_memory_fraction: float = setting(
+        0.3, "Part of the free memory that the pools may take.", minimum=0.01, maximum=0.98
+    )
+    prefix_cache: bool = setting(True, "Keep the KV of finished prompts for later requests.")
+    poison_kv: bool = setting(
+        False, "Fill the pools with NaN at start: shows which rows are written, and misreads."
+    )
+
+    def __post_init__(self) -> None:
+        if self.page_size % self.interleave:
+            raise ConfigError(
+                f"interleave is {self.interleave}, accepted: divisors of page_size {self.page_size}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerSettings:
+    """How much one engine step may hold."""
+
+    max_num_seqs: int = setting(16, "Most sequences that run at once.", unit="sequences", minimum=1)
+    max_num_waiting: int = setting(
+        256,
+        "Most sequences that wait; more are refused.",
+        unit="sequences",
+        minimum=0,
+    )
+    max_num_batched_tokens: int = setting(
+        2048, "Most tokens of one step.", unit="tokens", minimum=1
+    )
+    prefill_chunk_tokens: int = setting(
+        512, "Most prompt tokens of one sequence in one step.", unit="tokens", minimum=1
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class TransferSettings:
+    """How KV rows travel between workers."""
+
+    kv_mover: Literal["auto", "shared_memory", "grpc_push"] = setting(
+        "auto", "How rows are pushed; auto: shared memory on one host, gRPC otherwise."
+    )
+    staging_slots: int = setting(
+        16, "Slots of a rank's staging ring for arriving rows.", unit="slots", minimum=2
+    )
+    staging_slot_bytes: ByteSize = setting(
+        ByteSize(1 << 20), "Size of a staging slot, the largest frame.", unit="bytes", minimum=65536
+    )
+    lease_seconds: float = setting(
+        20.0, "A handoff in which nothing arrives for this long is given up.", unit="seconds",
+        minimum=0.1,
+    )  # fmt: skip
+
+
+SHARED_SECTIONS = (
+    ServerSettings,
+    ModelSettings,
+    ParallelSettings,
+    KvSettings,
+    SchedulerSettings,
+    TransferSettings,
+)

@@ -1,0 +1,1 @@
+"""Metrics and logs. Knows nothing of gRPC, tensors or requests' contents."""

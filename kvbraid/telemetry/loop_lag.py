@@ -1,0 +1,22 @@
+"""How late the asyncio loop runs what is due: the first sign that it is blocked."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+INTERVAL_S = 0.05
+
+
+async def sample_loop_lag(
+    observe: Callable[[float], object], interval_s: float = INTERVAL_S
+) -> None:
+    """Report seconds of lag every `interval_s` until cancelled.
+
+    Usage: `asyncio.create_task(sample_loop_lag(metrics.process.loop_lag_seconds.observe))`.
+    """
+    loop = asyncio.get_running_loop()
+    while True:
+        due = loop.time() + interval_s
+        await asyncio.sleep(interval_s)
+        observe(max(0.0, loop.time() - due))

@@ -1,0 +1,44 @@
+"""The thread that an engine loop runs in, and how its end reaches the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+
+class EngineThread:
+    """Runs `body` in a thread of its own.
+
+    failure: resolves with a reason when `body` ends by an error; never otherwise.
+    finished: resolves when `body` ends in whatever way.
+    """
+
+    def __init__(self, body: Callable[[], None], loop: asyncio.AbstractEventLoop) -> None:
+        self.failure: asyncio.Future[str] = loop.create_future()
+        self.finished: asyncio.Future[None] = loop.create_future()
+        self._body = body
+        self._loop = loop
+        # A daemon: a rank that hangs in a collective must not keep the process from ending.
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def _run(self) -> None:
+        reason = ""
+        try:
+            self._body()
+        except Exception as error:
+            logger.exception("the engine stopped")
+            reason = f"engine: {type(error).__name__}: {error}"
+        self._loop.call_soon_threadsafe(self._end, reason)
+
+    def _end(self, reason: str) -> None:
+        if reason:
+            self.failure.set_result(reason)
+        self.finished.set_result(None)

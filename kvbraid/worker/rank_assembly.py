@@ -1,0 +1,254 @@
+"""Builds one rank of a worker: groups, model, pool, attention, KV exchange, executor."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from attention.dcp import DcpAttention
+from attention.dispatch import AttentionNeeds, UnsupportedCombination, choose
+from attention.interface import GQAGeometry, Group, MLAGeometry
+from attention.layout import HeadLayout, StripeLayout
+from kvbraid.engine.kv_exchange import KvExchange, RowReceiver, RowSender
+from kvbraid.engine.model_runner import ModelRunner
+from kvbraid.engine.rank_executor import RankExecutor
+from kvbraid.engine.rank_state import RankState
+from kvbraid.engine.ranks import RankContext
+from kvbraid.engine.sampled_exchange import SampledExchange
+from kvbraid.errors import ConfigError
+from kvbraid.kv.kv_layout import KvLayout, ranks_heads
+from kvbraid.kv.page_pool import KvSpec, StripedPagePool
+from kvbraid.model.causal_lm import CausalLM
+from kvbraid.model.config import ModelConfig
+from kvbraid.model.loader import load_model
+from kvbraid.model.parallel import ParallelContext
+from kvbraid.settings import KvSettings, ModelSettings, ParallelSettings, SchedulerSettings
+from kvbraid.worker.memory import free_bytes
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class RankSettings(Protocol):
+    """The sections that a rank is built from; every worker's config has them."""
+
+    @property
+    def model(self) -> ModelSettings: ...
+    @property
+    def parallel(self) -> ParallelSettings: ...
+    @property
+    def kv(self) -> KvSettings: ...
+    @property
+    def scheduler(self) -> SchedulerSettings: ...
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltRank:
+    """A rank that can execute step plans."""
+
+    executor: RankExecutor
+    pool: StripedPagePool
+    runner: ModelRunner
+    state: RankState
+    num_pages: int
+    backend: str
+
+
+def compute_device(settings: ModelSettings, local_rank: int) -> torch.device:
+    """The torch device of a rank: `auto` takes the local rank's GPU when there is one."""
+    if settings.device != "auto":
+        return torch.device(settings.device)
+    if torch.cuda.is_available():
+        return torch.device("cuda", local_rank)
+    return torch.device("cpu")
+
+
+def compute_dtype(settings: ModelSettings, device: torch.device) -> torch.dtype:
+    """float32 on CPU, bfloat16 on GPUs, unless the settings say otherwise."""
+    if settings.dtype == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    return _DTYPES[settings.dtype]
+
+
+def kv_layout(
+    config: ModelConfig,
+    parallel: ParallelSettings,
+    kv: KvSettings,
+    dtype: torch.dtype,
+    model_digest: str,
+) -> KvLayout:
+    """How the worker lays KV out. Raises ConfigError for sizes that cannot work."""
+    mla = config.mla
+    try:
+        return KvLayout(
+            kind=config.kv_kind,
+            num_layers=config.num_layers,
+            num_kv_heads=1 if mla else config.num_kv_heads,
+            num_q_heads=config.num_q_heads,
+            row_width=mla.latent_width if mla else 2 * config.head_dim,
+            dtype=str(dtype).removeprefix("torch."),
+            tp_size=parallel.tp_size,
+            dcp_size=parallel.dcp_size,
+            page_size=kv.page_size,
+            interleave=kv.interleave,
+            model_digest=model_digest,
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def communicator_kind(context: RankContext, parallel: ParallelSettings) -> str:
+    """`auto` is nccl on GPUs, shared memory for CPU ranks of one host, gloo otherwise."""
+    if parallel.communicator != "auto":
+        return parallel.communicator
+    if torch.cuda.is_available():
+        return "nccl"
+    return "shared_memory" if context.is_one_host else "gloo"
+
+
+def set_compute_threads(parallel: ParallelSettings, local_world_size: int) -> None:
+    """Share the host's cores among its ranks; more threads than cores only wait for each other."""
+    cores = len(os.sched_getaffinity(0))
+    torch.set_num_threads(parallel.threads_per_rank or max(1, cores // local_world_size))
+
+
+def build_rank(
+    *,
+    settings: RankSettings,
+    context: RankContext,
+    tp_group: Group,
+    dcp_group: Group,
+    config: ModelConfig,
+    layout: KvLayout,
+    max_model_len: int,
+    receiver: RowReceiver,
+    sender: RowSender,
+    model: CausalLM | None = None,
+    observe_exchange: Callable[[float], object] = lambda seconds: None,
+) -> BuiltRank:
+    """Loads this rank's weights, unless given `model`, and makes its pool. Takes seconds to
+    minutes. observe_exchange gets the seconds of a sample of the exchanges.
+    """
+    device = compute_device(settings.model, context.local_rank)
+    dtype = compute_dtype(settings.model, device)
+    parallel = settings.parallel
+    heads = layout.heads(context.rank)
+    stripe = layout.stripe(context.rank)
+    attention, backend = _attention(
+        config, parallel, heads, stripe, dcp_group, dtype, device, observe_exchange
+    )
+    model = model or load_model(
+        settings.model.model,
+        parallel=ParallelContext(heads, tp_group, parallel.q_mode),
+        dtype=dtype,
+        device=device,
+    )
+    spec = _kv_spec(config, layout, context.rank, dtype)
+    num_pages = _agreed_num_pages(settings, spec, stripe, tp_group, max_model_len, device)
+    pool = StripedPagePool(spec, num_pages, stripe, device)
+    if settings.kv.poison_kv:
+        pool.fill_nan()
+    max_pages = -(-max_model_len // stripe.logical_page_size)
+    state = RankState(settings.scheduler.max_num_seqs, max_pages)
+    runner = ModelRunner(
+        model=model,
+        attention=attention,
+        pool=pool,
+        state=state,
+        tp_group=tp_group,
+        device=device,
+    )
+    exchange = KvExchange(
+        rank=context.rank, layout=layout, pool=pool, receiver=receiver, sender=sender
+    )
+    executor = RankExecutor(runner=runner, state=state, exchange=exchange, tp_group=tp_group)
+    return BuiltRank(executor, pool, runner, state, num_pages, backend)
+
+
+def _attention(
+    config: ModelConfig,
+    parallel: ParallelSettings,
+    heads: HeadLayout,
+    stripe: StripeLayout,
+    group: Group,
+    dtype: torch.dtype,
+    device: torch.device,
+    observe_exchange: Callable[[float], object],
+) -> tuple[DcpAttention, str]:
+    mla = config.mla
+    geometry: GQAGeometry | MLAGeometry
+    if mla is None:
+        geometry = GQAGeometry(config.head_dim, config.softmax_scale)
+    else:
+        geometry = MLAGeometry(
+            kv_lora_rank=mla.kv_lora_rank,
+            qk_nope_head_dim=mla.qk_nope_head_dim,
+            qk_rope_head_dim=mla.qk_rope_head_dim,
+            v_head_dim=mla.v_head_dim,
+            softmax_scale=config.softmax_scale,
+        )
+    needs = AttentionNeeds(
+        geometry=geometry,
+        num_q_heads=heads.num_q_heads,
+        num_kv_heads=heads.num_kv_heads,
+        tp_size=parallel.tp_size,
+        dcp_size=parallel.dcp_size,
+        page_size=stripe.page_size,
+        interleave=stripe.interleave,
+        device=device.type,
+        dtype=dtype,
+        kv_dtype=dtype,
+        q_mode=parallel.q_mode,
+        operations=frozenset({"decode", "verify", "extend"}),
+    )
+    try:
+        choice = choose(needs, backend=parallel.attention_backend, exchange=parallel.exchange)
+    except UnsupportedCombination as error:
+        raise ConfigError(str(error)) from error
+    for warning in choice.warnings:
+        logger.warning(warning)
+    attention = DcpAttention(
+        geometry=geometry,
+        stripe=stripe,
+        heads=heads,
+        group=group,
+        backend=choice.backend,
+        exchange=SampledExchange(choice.exchange, observe_exchange),
+        q_mode=parallel.q_mode,
+    )
+    return attention, choice.backend.name
+
+
+def _kv_spec(config: ModelConfig, layout: KvLayout, rank: int, dtype: torch.dtype) -> KvSpec:
+    if config.mla is not None:
+        return KvSpec("mla", config.num_layers, 1, config.mla.latent_width, 0, dtype)
+    heads = len(ranks_heads(layout, rank))
+    return KvSpec("gqa", config.num_layers, heads, config.head_dim, config.head_dim, dtype)
+
+
+def _agreed_num_pages(
+    settings: RankSettings,
+    spec: KvSpec,
+    stripe: StripeLayout,
+    tp_group: Group,
+    max_model_len: int,
+    device: torch.device,
+) -> int:
+    """Logical pages that every rank has room for, the reserved page 0 included."""
+    kv = settings.kv
+    if kv.kv_cache_tokens:
+        return 1 + -(-kv.kv_cache_tokens // stripe.logical_page_size)
+    page_bytes = spec.num_layers * max(1, spec.num_heads) * spec.row_bytes * stripe.page_size
+    budget = free_bytes(device) * kv.kv_memory_fraction
+    if device.type == "cpu":
+        budget /= tp_group.size
+    fitting = int(budget // page_bytes)
+    useful = settings.scheduler.max_num_seqs * -(-max_model_len // stripe.logical_page_size)
+    mine = torch.tensor([min(fitting, useful + 1)], dtype=torch.int64)
+    return int(tp_group.all_gather(mine).min())

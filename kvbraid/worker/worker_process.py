@@ -1,0 +1,70 @@
+"""From settings to a serving worker: every rank of it runs `run_worker`.
+
+Rank 0 (the process that was started) spawns the other local ranks, serves the role's RPCs and
+runs the engine (`leader`); the others serve their KV data port and follow rank 0's step plans.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+
+from kvbraid.engine.engine import follow
+from kvbraid.engine.ranks import RankContext, SpawnedRanks, from_environment, spawn_ranks, start_run
+from kvbraid.rpc.lifecycle import EXIT_FAILED
+from kvbraid.telemetry.logging import configure_logging
+from kvbraid.worker.endpoints import gather_endpoints
+from kvbraid.worker.engine_thread import EngineThread
+from kvbraid.worker.leader import AddServices, lead
+from kvbraid.worker.rank import Rank, WorkerSettings, prepared_rank
+from kvbraid.worker.rank_assembly import set_compute_threads
+
+logger = logging.getLogger(__name__)
+
+# Ranks above 0 end by themselves after the last plan; this long until they are killed.
+_RANK_STOP_GRACE_S = 5.0
+
+
+async def run_worker(
+    settings: WorkerSettings, role: str, module: str, add_services: AddServices
+) -> int:
+    """Run this process's rank until a signal or a failure; returns the exit code.
+
+    module: what `python -m` runs to make another rank of this worker, with this process's
+    arguments. add_services: registers the role's servicers on rank 0's server. Raises
+    StartupError when the settings, the checkpoint or the other ranks do not fit.
+    """
+    given = from_environment()
+    context = given or start_run(settings.parallel.tp_size)
+    configure_logging(role=role, rank=context.rank, level=settings.server.log_level)
+    set_compute_threads(settings.parallel, context.local_world_size)
+    spawned = _spawn(module, context) if given is None and context.world_size > 1 else None
+    try:
+        async with prepared_rank(settings, role, context, spawned) as rank:
+            return await (_follow(rank) if context.rank > 0 else lead(rank, add_services))
+    finally:
+        if spawned is not None:
+            spawned.stop(_RANK_STOP_GRACE_S)
+
+
+def _spawn(module: str, context: RankContext) -> SpawnedRanks:
+    return spawn_ranks([sys.executable, "-m", module, *sys.argv[1:]], context)
+
+
+async def _follow(rank: Rank) -> int:
+    """Serve KV and execute plans until the plan that says stop, or until rank 0 is lost."""
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        # Rank 0 drains for all ranks; a signal to the whole process group must not cut it short.
+        loop.add_signal_handler(number, logger.info, "signal %s is rank 0's to handle", number.name)
+    await rank.server.start()
+    await asyncio.to_thread(gather_endpoints, rank.ports.endpoint(rank.server.address), rank.group)
+    engine = EngineThread(lambda: follow(rank.channel, rank.built.executor), loop)
+    engine.start()
+    await engine.finished
+    if engine.failure.done():
+        logger.error("rank ends: %s", engine.failure.result())
+        return EXIT_FAILED
+    return 0

@@ -1,0 +1,26 @@
+"""Settings of a prefill worker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvbraid.settings import (
+    KvSettings,
+    ModelSettings,
+    ParallelSettings,
+    SchedulerSettings,
+    ServerSettings,
+    TransferSettings,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillConfig:
+    """A worker that computes prompts and hands their KV to decode workers."""
+
+    server: ServerSettings = field(default_factory=ServerSettings)
+    model: ModelSettings = field(default_factory=ModelSettings)
+    parallel: ParallelSettings = field(default_factory=ParallelSettings)
+    kv: KvSettings = field(default_factory=KvSettings)
+    scheduler: SchedulerSettings = field(default_factory=SchedulerSettings)
+    transfer: TransferSettings = field(default_factory=TransferSettings)

@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+SCRIPT = Path(__file__).with_name("scripted_service.py")
+DRIVER = """
+import json, sys
+from kvbraid.cluster import ClusterSpec, LocalCluster, WorkerSpec
+from kvbraid.commands.up import serve_cluster
+from kvbraid.errors import KVBraidError
+
+script, log_directory, drain, decode = sys.argv[1:]
+spec = ClusterSpec(
+    model="unused",
+    decode=tuple(WorkerSpec.parse("decode", text) for text in json.loads(decode)),
+    drain_seconds=float(drain),
+    commands={
+        role: (sys.executable, script, role) for role in ("prefill", "decode", "coordinator")
+    },
+)
+cluster = LocalCluster(spec, log_directory)
+try:
+    sys.exit(serve_cluster(cluster, start_seconds=60, as_json=True))
+except KVBraidError as error:
+    sys.exit(str(error))
+"""
+
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    started: list[subprocess.Popen[str]] = []
+
+    def run(*decode: str, drain_seconds: float = 5.0) -> subprocess.Popen[str]:
+        arguments = [str(SCRIPT), str(tmp_path / "logs"), str(drain_seconds), json.dumps(decode)]
+        process = subprocess.Popen(
+            [sys.executable, "-c", DRIVER, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield run
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def ready(process: subprocess.Popen[str]) -> dict[str, Any]:
+    assert process.stdout is not None
+    line: dict[str, Any] = json.loads(process.stdout.readline())
+    return line
+
+
+def processes(line: dict[str, Any]) -> list[psutil.Process]:
+    return [psutil.Process(pid) for pid in line["pids"].values()]
+
+
+def assert_all_gone(children: list[psutil.Process], within_s: float = 20.0) -> None:
+    _, alive = psutil.wait_procs(children, timeout=within_s)
+    assert not alive
+
+
+def test_one_ready_line_names_every_address_and_one_ctrl_c_stops_all(start: Start) -> None:
+    process = start("tp=1,dcp=1", "tp=2,dcp=2")
+    line = ready(process)
+    names = {"prefill-0", "decode-0", "decode-1", "coordinator"}
+    assert set(line["pids"]) == set(line["metrics"]) == names
+    assert set(line["workers"]) == names - {"coordinator"}
+    told = [line["workers"][name] for name in ("prefill-0", "decode-0", "decode-1")]
+    assert line["http"] == ";".join(told)  # the coordinator was given exactly these
+    for address in line["metrics"].values():
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=5) as response:
+            assert b"kvbraid_process_info" in response.read()
+    children = processes(line)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    assert (process.returncode, out) == (0, "")
+    assert_all_gone(children)
+
+
+def test_a_dead_child_is_reported_and_stops_the_rest(start: Start) -> None:
+    process = start("tp=1")
+    line = ready(process)
+    children = processes(line)
+    os.kill(line["pids"]["decode-0"], signal.SIGKILL)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "decode-0" in err
+    assert "SIGKILL" in err
+    assert_all_gone(children)
+
+
+def test_a_child_that_refuses_to_start_is_reported_with_its_reason(start: Start) -> None:
+    process = start("tp=1", "behaviour=refuse")
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (1, "")
+    assert "decode-1" in err
+    assert "exited with code 2" in err
+    assert "tensor lm_head.weight is missing" in err
+
+
+def test_an_unknown_worker_setting_is_refused_by_the_service(start: Start) -> None:
+    _, err = start("colour=red").communicate(timeout=60)
+    assert "--colour=red" in err
+
+
+def test_children_do_not_survive_a_killed_up(start: Start) -> None:
+    process = start("tp=1")
+    children = processes(ready(process))
+    process.kill()
+    assert_all_gone(children)
+
+
+def test_a_child_that_will_not_end_is_killed_after_the_drain_budget(start: Start) -> None:
+    process = start("behaviour=ignore_sigterm", drain_seconds=0.2)
+    children = processes(ready(process))
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert_all_gone(children)
+
+
+def test_a_second_ctrl_c_does_not_wait_for_the_drain_budget(start: Start) -> None:
+    process = start("behaviour=ignore_sigterm", drain_seconds=300)
+    children = processes(ready(process))
+    process.send_signal(signal.SIGINT)
+    assert process.stderr is not None
+    while "once more" not in process.stderr.readline():
+        pass
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert_all_gone(children)

@@ -1,0 +1,360 @@
+"""The engine seam for equality checks: real rank processes, models loaded once, a fresh pool,
+attention and engine for every case.
+
+    with EngineWorld(model, tp_size=2, dcp_size=2) as world:
+        outcome = world.run(Case(page_size=4), [[Prompt((1, 2, 3), max_tokens=8)]])
+
+Phases run one after the other (the second meets the first's prefix cache); prompts of one phase
+run together.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing as mp
+import secrets
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attention.interface import Group
+from kvbraid.engine.communicator import make_groups
+from kvbraid.engine.engine import Engine, follow
+from kvbraid.engine.events import EngineEvent, RequestFailed, StepReport, TokensReady
+from kvbraid.engine.model_runner import ModelRunner
+from kvbraid.engine.rank_state import RankSequence
+from kvbraid.engine.ranks import RankContext
+from kvbraid.engine.sampler import SampleResult
+from kvbraid.engine.scheduler import Scheduler, SchedulerLimits
+from kvbraid.engine.sequence import EngineRequest, SequenceKey
+from kvbraid.engine.step_channel import StepChannel, make_step_channel
+from kvbraid.kv.page_allocator import PageAllocator
+from kvbraid.kv.prefix_cache import PrefixCache
+from kvbraid.model.causal_lm import CausalLM
+from kvbraid.model.loader import load_config, load_model
+from kvbraid.model.parallel import ParallelContext
+from kvbraid.request import SamplingParams
+from kvbraid.settings import KvSettings, ModelSettings, ParallelSettings, SchedulerSettings
+from kvbraid.worker.rank_assembly import BuiltRank, build_rank, kv_layout
+from tools.no_transfers import NoReceiver, NoSender
+
+GREEDY = SamplingParams(temperature=0.0, seed=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A request at the engine seam."""
+
+    token_ids: tuple[int, ...]
+    max_tokens: int
+    sampling: SamplingParams = GREEDY
+    index: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What a rebuild of pool, attention and engine may vary."""
+
+    page_size: int = 16
+    interleave: int = 1
+    exchange: str = "ag_rs"
+    q_mode: str = "gather"
+    chunk_tokens: int = 512
+    batched_tokens: int = 2048
+    kv_cache_tokens: int = 4096
+    max_num_seqs: int = 16
+    max_model_len: int = 2048
+    record_logits: bool = False
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a case gave. tokens, cached: per phase, per prompt. rows: [tp, 2] finite pool rows and
+    pool bytes after the last token. logits: float32 [step, vocab] per prompt of the last phase."""
+
+    tokens: list[list[list[int]]] = field(default_factory=list)
+    cached: list[list[int]] = field(default_factory=list)
+    rows: list[list[int]] = field(default_factory=list)
+    logits: list[Tensor] = field(default_factory=list)
+    num_preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Settings:
+    model: ModelSettings
+    parallel: ParallelSettings
+    kv: KvSettings
+    scheduler: SchedulerSettings
+
+
+class RecordingRunner(ModelRunner):
+    """Keeps the whole logits row of every sampled token."""
+
+    def __init__(self, runner: ModelRunner, group: Group) -> None:
+        self.__dict__.update(runner.__dict__)
+        self._group = group
+        self.rows: dict[tuple[int, ...], list[Tensor]] = {}
+
+    def sample(self, logits: Tensor, sequences: Sequence[RankSequence]) -> SampleResult:
+        """As ModelRunner.sample."""
+        size = -(-self.model.config.vocab_size // self._group.size)
+        padded = torch.full((len(logits), size + 1), float("-inf"))
+        padded[:, : logits.shape[1]] = logits
+        shards = self._group.all_gather(padded)
+        vocab = self.model.config.vocab_size
+        widths = [
+            (r + 1) * vocab // self._group.size - r * vocab // self._group.size
+            for r in range(self._group.size)
+        ]
+        whole = torch.cat([s[:, :w] for s, w in zip(shards, widths, strict=True)], dim=1)
+        for row, sequence in zip(whole, sequences, strict=True):
+            prompt = tuple(sequence.token_ids[: sequence.sampling.num_prompt_tokens])
+            self.rows.setdefault(prompt, []).append(row.clone())
+        return super().sample(logits, sequences)
+
+
+class EngineWorld:
+    """Rank processes of one topology. A context manager."""
+
+    def __init__(
+        self, model: str, *, tp_size: int, dcp_size: int, communicator: str = "shared_memory"
+    ) -> None:
+        self._model = model
+        self._sizes = (tp_size, dcp_size)
+        self._communicator = communicator
+        self._processes: list[Any] = []
+
+    def __enter__(self) -> EngineWorld:
+        spawn = mp.get_context("spawn")
+        tp_size, dcp_size = self._sizes
+        self._pipe, theirs = spawn.Pipe()
+        run_id = f"{mp.current_process().pid}-{secrets.token_hex(4)}"
+        port = 20000 + secrets.randbelow(20000)
+        for rank in range(tp_size):
+            context = RankContext(rank, tp_size, rank, tp_size, run_id, "127.0.0.1", port)
+            arguments = (context, self._model, dcp_size, self._communicator)
+            process = spawn.Process(
+                target=_rank_main, args=(*arguments, theirs if rank == 0 else None), daemon=True
+            )
+            process.start()
+            self._processes.append(process)
+        theirs.close()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self._pipe.send(None)
+        for process in self._processes:
+            process.join(10 if error is None else 0)
+            if process.is_alive():
+                process.kill()
+
+    def run(self, case: Case, phases: Sequence[Sequence[Prompt]]) -> Outcome:
+        """Run the prompts of each phase together, phase after phase. Raises what rank 0 raised."""
+        self._pipe.send((case, [list(phase) for phase in phases]))
+        outcome = self._pipe.recv()
+        if isinstance(outcome, Exception):
+            raise outcome
+        assert isinstance(outcome, Outcome)
+        return outcome
+
+
+@dataclass(slots=True)
+class _Rank:
+    context: RankContext
+    path: str
+    dcp_size: int
+    tp: Group
+    dcp: Group
+    channel: StepChannel
+    models: dict[str, CausalLM] = field(default_factory=dict)
+
+    def build(self, case: Case) -> BuiltRank:
+        """A rank whose model is kept from case to case."""
+        settings = _settings(self, case)
+        config = load_config(self.path)
+        layout = kv_layout(config, settings.parallel, settings.kv, torch.float32, "digest")
+        if case.q_mode not in self.models:
+            heads = layout.heads(self.context.rank)
+            self.models[case.q_mode] = load_model(
+                self.path, parallel=ParallelContext(heads, self.tp, case.q_mode)
+            )
+        return build_rank(
+            settings=settings,
+            context=self.context,
+            tp_group=self.tp,
+            dcp_group=self.dcp,
+            config=config,
+            layout=layout,
+            max_model_len=case.max_model_len,
+            receiver=NoReceiver(),
+            sender=NoSender(),
+            model=self.models[case.q_mode],
+        )
+
+
+def _settings(rank: _Rank, case: Case) -> _Settings:
+    return _Settings(
+        ModelSettings(model=rank.path, dtype="float32", device="cpu"),
+        ParallelSettings(
+            tp_size=rank.context.world_size,
+            dcp_size=rank.dcp_size,
+            q_mode=case.q_mode,  # type: ignore[arg-type]
+            exchange=case.exchange,  # type: ignore[arg-type]
+        ),
+        KvSettings(
+            page_size=case.page_size,
+            interleave=case.interleave,
+            kv_cache_tokens=case.kv_cache_tokens,
+            poison_kv=True,
+        ),
+        SchedulerSettings(
+            max_num_seqs=case.max_num_seqs,
+            max_num_batched_tokens=case.batched_tokens,
+            prefill_chunk_tokens=case.chunk_tokens,
+        ),
+    )
+
+
+def _rank_main(
+    context: RankContext, path: str, dcp_size: int, communicator: str, pipe: Connection | None
+) -> None:
+    torch.set_num_threads(1)
+    groups = make_groups(communicator, context, tp_size=context.world_size, dcp_size=dcp_size)
+    rank = _Rank(context, path, dcp_size, groups.tp, groups.dcp, make_step_channel(context))
+    if pipe is None:
+        while (case := _from_words(rank.channel.receive(lambda: None))) is not None:
+            built = rank.build(case)
+            follow(rank.channel, _executor(rank, built, case))
+        return
+    while (message := pipe.recv()) is not None:
+        try:
+            pipe.send(_lead(rank, *message))
+        except Exception as error:  # noqa: BLE001 - handed to the process that asked
+            pipe.send(RuntimeError(f"{type(error).__name__}: {error}"))
+    rank.channel.send(_to_words(None))
+
+
+def _executor(rank: _Rank, built: BuiltRank, case: Case) -> Any:
+    if case.record_logits:
+        built.executor.runner = RecordingRunner(built.runner, rank.tp)
+    return built.executor
+
+
+def _to_words(case: Case | None) -> np.ndarray[Any, np.dtype[np.int64]]:
+    text = json.dumps(None if case is None else asdict(case)).encode()
+    return np.frombuffer(text, dtype=np.uint8).astype(np.int64)
+
+
+def _from_words(words: np.ndarray[Any, np.dtype[np.int64]]) -> Case | None:
+    value = json.loads(words.astype(np.uint8).tobytes())
+    return None if value is None else Case(**value)
+
+
+def _lead(rank: _Rank, case: Case, phases: list[list[Prompt]]) -> Outcome:
+    rank.channel.send(_to_words(case))
+    built = rank.build(case)
+    run = _Run(phases)
+    executor = _executor(rank, built, case)
+    page = case.page_size * rank.dcp_size
+    run.engine = Engine(
+        scheduler=_scheduler(case, built, page),
+        executor=executor,
+        channel=rank.channel,
+        on_event=run.on_event,
+        on_step=run.on_step,
+    )
+    run.submit_phase()
+    run.engine.run()
+    if run.failure is not None:
+        raise run.failure
+    if case.record_logits:
+        recorder = executor.runner
+        assert isinstance(recorder, RecordingRunner)
+        run.outcome.logits = [torch.stack(recorder.rows[prompt.token_ids]) for prompt in phases[-1]]
+    return run.outcome
+
+
+def _scheduler(case: Case, built: BuiltRank, page: int) -> Scheduler:
+    tokens = (built.num_pages - 1) * page
+    return Scheduler(
+        SchedulerLimits(
+            max_num_seqs=case.max_num_seqs,
+            max_num_batched_tokens=case.batched_tokens,
+            prefill_chunk_tokens=case.chunk_tokens,
+            max_num_waiting=1024,
+            max_model_len=min(case.max_model_len, tokens),
+        ),
+        PrefixCache(PageAllocator(built.num_pages), page),
+        logical_page_size=page,
+        model_digest="digest",
+        num_pool_tokens=tokens,
+        issue_grant=_no_grants,
+    )
+
+
+def _no_grants(first: int, end: int) -> Any:
+    raise AssertionError("no handoffs at the engine seam")
+
+
+class _Run:
+    """Feeds the phases to the engine and collects what comes out."""
+
+    engine: Engine
+
+    def __init__(self, phases: list[list[Prompt]]) -> None:
+        self._phases = phases
+        self._phase = -1
+        self._open: dict[SequenceKey, tuple[int, int]] = {}
+        self.outcome = Outcome()
+        self.failure: Exception | None = None
+
+    def submit_phase(self) -> None:
+        """Start the next phase, or ask for the rows and stop."""
+        self._phase += 1
+        if self._phase == len(self._phases):
+            self.engine.report_rows(self._finish)
+            return
+        phase = self._phases[self._phase]
+        self.outcome.tokens.append([[] for _ in phase])
+        self.outcome.cached.append([0] * len(phase))
+        for number, prompt in enumerate(phase):
+            key = SequenceKey(f"{self._phase}-{number}", 0, prompt.index)
+            self._open[key] = (self._phase, number)
+            sampling = replace(prompt.sampling, max_tokens=prompt.max_tokens)
+            self.engine.submit(
+                EngineRequest(key, prompt.token_ids, len(prompt.token_ids), sampling)
+            )
+
+    def on_event(self, event: EngineEvent) -> None:
+        """Engine events, in its thread."""
+        if isinstance(event, RequestFailed):
+            self.failure = event.error
+            self.engine.stop()
+        elif isinstance(event, TokensReady):
+            phase, number = self._open[event.key]
+            self.outcome.tokens[phase][number] += event.chunk.token_ids
+            self.outcome.cached[phase][number] = event.num_cached_tokens
+            if event.chunk.finish_reason is not None:
+                del self._open[event.key]
+                if not self._open:
+                    self.submit_phase()
+
+    def on_step(self, report: StepReport) -> None:
+        """Figures of a step."""
+        self.outcome.num_preemptions = report.num_preemptions
+
+    def _finish(self, rows: np.ndarray[Any, np.dtype[np.int64]]) -> None:
+        self.outcome.rows = rows.tolist()
+        self.engine.stop()
