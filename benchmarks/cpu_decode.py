@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import re
 import statistics
-import subprocess
 import sys
 import time
 import urllib.request
@@ -29,6 +27,8 @@ import grpc
 import torch
 
 from benchmarks.report import BenchmarkRow, write_report
+from kvbraid.cluster.local_cluster import ClusterSpec, LocalCluster
+from kvbraid.cluster.worker_spec import WorkerSpec
 from kvbraid.v1 import coordinator_pb2, coordinator_pb2_grpc, generation_pb2
 from tools.greedy_reference import load_reference_model
 
@@ -67,17 +67,15 @@ class Cluster:
 @contextmanager
 def running_cluster(model: str, name: str, decode: str) -> Iterator[Cluster]:
     """Start and stop one."""
-    command = [sys.executable, "-m", "kvbraid.cli", "up", "--json", "--model", model]
-    command += ["--prefill", "tp=1,dcp=1,kv_cache_tokens=4096"]
-    command += ["--decode", f"{decode},kv_cache_tokens=4096"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    try:
-        ready = json.loads(process.stdout.readline())
-        yield Cluster(name, ready["grpc"], ready["metrics"])
-    finally:
-        process.terminate()
-        process.wait()
+    spec = ClusterSpec(
+        model=model,
+        prefill=(WorkerSpec.parse("prefill", "tp=1,dcp=1,kv_cache_tokens=4096"),),
+        decode=(WorkerSpec.parse("decode", f"{decode},kv_cache_tokens=4096"),),
+    )
+    with LocalCluster(spec) as cluster:
+        cluster.start(timeout_s=300)
+        metrics = {worker: report.metrics for worker, report in cluster.workers.items()}
+        yield Cluster(name, cluster.coordinator.grpc, metrics)
 
 
 def prompts(vocab_size: int) -> list[list[int]]:

@@ -43,7 +43,8 @@ def validate_sampling(sampling: SamplingParams, vocab_size: int) -> None:
     _check_range("min_p", sampling.min_p, 0.0, 1.0)
     _check_range("presence_penalty", sampling.presence_penalty, -2.0, 2.0)
     _check_range("frequency_penalty", sampling.frequency_penalty, -2.0, 2.0)
-    _check_positive("repetition_penalty", sampling.repetition_penalty, 10.0)
+    # Smaller ones would multiply logits beyond float32.
+    _check_range("repetition_penalty", sampling.repetition_penalty, 0.01, 10.0)
     if sampling.top_k is not None and sampling.top_k < 1:
         raise _refusal("top_k", sampling.top_k, "at least 1, or unset to keep all tokens")
     if sampling.seed is not None:

@@ -31,7 +31,7 @@ CHUNKS = [512, 7]
 EXCHANGES = ["ag_rs", "a2a"]
 Q_MODES = ["gather", "replicate"]
 LONG = 150
-NUM_TOKENS = 8
+NUM_TOKENS = 5
 
 
 @dataclass(frozen=True, slots=True)

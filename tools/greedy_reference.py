@@ -47,7 +47,8 @@ def load_reference_model(path: str | Path, *, attention: str = "sdpa") -> Any:
         options["gguf_file"] = files[0].name
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, **options)
     if files:
-        model = model.to(torch.bfloat16).float()
+        for parameter in model.parameters():
+            parameter.data = parameter.data.bfloat16().float()
     return model.eval()
 
 

@@ -26,9 +26,9 @@ from kvbraid.engine.kv_exchange import TransferProgress
 from kvbraid.engine.rank_executor import RankExecutor, StepOutput
 from kvbraid.engine.scheduler import Scheduler
 from kvbraid.engine.sequence import EngineRequest, Sequence, SequenceKey, Status
-from kvbraid.engine.step_plan import ResetPool, StepPlan, Stop
+from kvbraid.engine.step_plan import StepPlan, Stop
 from kvbraid.errors import KVBraidError, LeaseLostError
-from kvbraid.request import TokenChunk
+from kvbraid.request import FinishReason, TokenChunk
 
 # How long the engine sleeps when it has nothing to compute: short while rows are on their way
 # (other ranks' progress is only seen by asking), long when idle (messages wake it).
@@ -92,20 +92,20 @@ class Engine:
         self._post(lambda: self._submit(request))
 
     def start_received(self, key: SequenceKey, transfer_id: bytes, token_id: int) -> None:
-        """The first token of a handed-off sequence. Unknown keys fail with LeaseLostError."""
+        """The first token of a handed-off sequence; one that has its token keeps it.
+
+        Unknown keys, and transfers that are not the sequence's, fail with LeaseLostError.
+        """
         self._post(lambda: self._start_received(key, transfer_id, token_id))
 
     def abort(self, key: SequenceKey, done: Callable[[bool], None]) -> None:
-        """End a sequence; `done(found)` is called once no rank writes its pages any more."""
+        """End a sequence, whose last event is an empty chunk with FinishReason.ABORT; `done(found)`
+        is called once no rank writes its pages any more."""
         self._post(lambda: self._abort(key, done))
 
     def report_rows(self, done: Callable[[NDArray[np.int64]], None]) -> None:
         """Ask every rank for (finite rows, pool bytes): `done([tp_size, 2])`."""
         self._post(lambda: self._report_waiters.append(done))
-
-    def reset_pool(self, done: Callable[[], None]) -> None:
-        """Empty the prefix cache and fill every pool with NaN; only while nothing runs."""
-        self._post(lambda: self._reset_pool(done))
 
     def stop(self) -> None:
         """End the engine threads of every rank after the current step."""
@@ -140,7 +140,7 @@ class Engine:
 
     def _plan(self) -> StepPlan:
         plan = self._scheduler.schedule()
-        collect = tuple(s.grant.transfer_id for s in self._scheduler.active if s.grant is not None)
+        collect = tuple(s.grant.transfer_id for s in self._scheduler.live if s.grant is not None)
         return replace(
             plan,
             collect=collect,
@@ -159,7 +159,7 @@ class Engine:
         self._channel.send(plan.encode())
         output = self._executor.execute(plan)
         self._announce_grants()
-        for sequence in self._scheduler.commit(plan, output.tokens):
+        for sequence in self._scheduler.commit(plan, output.tokens, output.invalid):
             self._deliver(sequence, output)
         for slot in output.invalid:
             self._fail(
@@ -207,7 +207,7 @@ class Engine:
         self._on_event(TokensReady(sequence.request.key, chunk, sequence.num_cached_tokens or 0))
 
     def _follow_transfers(self, plan: StepPlan, progress: NDArray[np.int64]) -> None:
-        by_id = {s.grant.transfer_id: s for s in self._scheduler.active if s.grant is not None}
+        by_id = {s.grant.transfer_id: s for s in self._scheduler.live if s.grant is not None}
         for column, transfer_id in enumerate(plan.collect):
             sequence = by_id.get(transfer_id)
             if sequence is None:
@@ -262,6 +262,8 @@ class Engine:
         if sequence is None:
             self._on_event(RequestFailed(key, LeaseLostError(f"no sequence {key} is waiting")))
             return
+        if sequence.first_token_id is not None:
+            return  # told twice; it may be decoding, its transfer long closed
         grant = sequence.grant
         if grant is None or grant.transfer_id != transfer_id:
             self._fail(sequence, LeaseLostError(f"{key} has no transfer {transfer_id.hex()}"))
@@ -274,6 +276,9 @@ class Engine:
         if sequence is not None:
             self._scheduler.num_wasted_tokens += sequence.num_computed_tokens
             self._scheduler.finish(sequence)
+            cached = sequence.num_cached_tokens or 0
+            aborted = TokenChunk((), (), FinishReason.ABORT)
+            self._on_event(TokensReady(key, aborted, cached))
         # The release travels in the next plan; answering after it means that no rank can write.
         self._confirm_waiters.append(lambda: done(sequence is not None))
 
@@ -282,14 +287,8 @@ class Engine:
         self._scheduler.finish(sequence)
         self._on_event(RequestFailed(sequence.request.key, error))
 
-    def _reset_pool(self, done: Callable[[], None]) -> None:
-        assert not self._scheduler.active, "reset_pool while sequences run"
-        self._scheduler.cache.clear()
-        self._scheduler.operate(ResetPool())
-        self._confirm_waiters.append(done)
-
     def _stop(self) -> None:
-        for sequence in list(self._scheduler.active):
+        for sequence in self._scheduler.live:
             self._scheduler.finish(sequence)
         self._scheduler.operate(Stop())
 

@@ -6,6 +6,7 @@ here and nowhere else; the transports only move bytes.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -27,6 +28,8 @@ from kvbraid.kv.page_pool import StripedPagePool
 from kvbraid.kv.slots import LogicalSlots, slots_of
 from kvbraid.transport.frame import FrameHeader
 from kvbraid.transport.grants import Grant, GrantTable
+
+logger = logging.getLogger(__name__)
 
 # Bytes moved between two steps: large enough to keep a loopback busy, small enough that a step
 # waits for at most a few milliseconds.
@@ -147,6 +150,13 @@ def failure_code(error: KVBraidError | None) -> int:
     return known[0] if known else 1 + _FAILURES.index(UnavailableError)
 
 
+def _noted_failure_code(kind: str, transfer_id: bytes, error: KVBraidError | None) -> int:
+    """`failure_code`, and a line in this rank's log: only the code reaches rank 0."""
+    if error is not None:
+        logger.warning("%s transfer %s failed: %s", kind, transfer_id.hex(), error)
+    return failure_code(error)
+
+
 @dataclass(slots=True)
 class _Departure:
     transfer_id: bytes
@@ -185,17 +195,20 @@ class KvExchange:
         self._arrivals.pop(transfer_id, None)
         self._receiver.grants.close(transfer_id)
 
-    def begin_send(self, slot: int, grant_json: dict[str, Any], pages: NDArray[np.int32]) -> None:
-        """Rows of the sequence in `slot` go to the grant's ranks as they are computed."""
+    def begin_send(self, grant_json: dict[str, Any]) -> None:
+        """The grant's ranks will get rows; its lease is kept from now on."""
         grant = Grant.from_json(grant_json)
         runs = plan_handoff(self._layout, grant.layout, grant.first_position, grant.end_position)
-        self._departures[slot] = _Departure(grant.transfer_id, pages.copy())
         self._sender.begin(
             grant,
             [run for run in runs if run.src_rank == self._rank],
             self._layout.num_layers,
             self._pool.spec.row_bytes,
         )
+
+    def bind_send(self, slot: int, transfer_id: bytes, pages: NDArray[np.int32]) -> None:
+        """Rows of the sequence in `slot` are the transfer's, sent as they are computed."""
+        self._departures[slot] = _Departure(transfer_id, pages.copy())
 
     def end_send(self, transfer_id: bytes) -> None:
         """Nothing more is sent for the transfer; unknown ids are ignored."""
@@ -223,12 +236,15 @@ class KvExchange:
             self._receiver.grants.expire()
             landed = self._receiver.rows_landed(transfer_id)
             complete = landed >= self._receiver.rows_expected(transfer_id)
-            code = failure_code(self._receiver.failure(transfer_id))
+            code = _noted_failure_code("arriving", transfer_id, self._receiver.failure(transfer_id))
             num_bytes = landed * self._pool.spec.row_bytes
             return TransferProgress(int(complete), code, landed, num_bytes)
         status = self._sender.status(transfer_id)
         complete = status.num_rows_acked >= status.num_rows_total
-        code = failure_code(status.failure)
+        # Whatever keeps the peer from taking rows is no fault of this worker: for the caller the
+        # lease is lost, and another attempt is safe.
+        lost = status.failure and LeaseLostError(str(status.failure))
+        code = _noted_failure_code("departing", transfer_id, lost)
         return TransferProgress(int(complete), code, status.num_rows_acked, status.num_bytes)
 
     def _scatter(

@@ -17,12 +17,12 @@ from kvbraid.engine.step_plan import (
     Admit,
     AppendToken,
     BeginSend,
+    BindSend,
     CloseGrant,
     EndSend,
     OpenGrant,
     Operation,
     Release,
-    ResetPool,
     StepPlan,
     Stop,
 )
@@ -95,13 +95,13 @@ class RankExecutor:
             case CloseGrant():
                 self._exchange.close_grant(operation.transfer_id)
             case BeginSend():
-                self._exchange.begin_send(
-                    operation.slot, operation.grant, self._state.pages_of(operation.slot)
+                self._exchange.begin_send(operation.grant)
+            case BindSend():
+                self._exchange.bind_send(
+                    operation.slot, operation.transfer_id, self._state.pages_of(operation.slot)
                 )
             case EndSend():
                 self._exchange.end_send(operation.transfer_id)
-            case ResetPool():
-                self.runner.pool.fill_nan()
             case Stop():
                 pass
 

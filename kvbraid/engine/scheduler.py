@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from kvbraid.engine.sequence import EngineRequest, Sequence, SequenceKey, Source, Status
@@ -17,6 +17,7 @@ from kvbraid.engine.step_plan import (
     Admit,
     AppendToken,
     BeginSend,
+    BindSend,
     CloseGrant,
     EndSend,
     Extend,
@@ -59,11 +60,15 @@ class Scheduler:
         model_digest: str,
         num_pool_tokens: int,
         issue_grant: Callable[[int, int], Grant],
+        keeps_prefixes: bool = True,
     ) -> None:
-        """issue_grant(first_position, end_position) makes the grant of an admitted handoff."""
+        """issue_grant(first_position, end_position) makes the grant of an admitted handoff.
+        keeps_prefixes: leave the KV of finished prompts in `cache` for later requests.
+        """
         self.limits = limits
         self.cache = cache
         self._issue_grant = issue_grant
+        self._keeps_prefixes = keeps_prefixes
         self.num_preemptions = 0
         self.num_wasted_tokens = 0
         self.num_prefix_queried = 0
@@ -89,14 +94,23 @@ class Scheduler:
 
     @property
     def num_waiting_tokens(self) -> int:
-        """Prompt tokens of waiting sequences, plus those not computed yet of running ones."""
-        running = sum(s.num_uncomputed_tokens for s in self._active if s.status is Status.RUNNING)
-        return sum(len(s.token_ids) for s in self._waiting) + running
+        """Prompt tokens of waiting sequences, plus those not computed yet of running ones.
+
+        Other threads may ask: a deque that changes while it is iterated raises, a copy does not.
+        """
+        active, waiting = tuple(self._active), tuple(self._waiting)
+        running = sum(s.num_uncomputed_tokens for s in active if s.status is Status.RUNNING)
+        return sum(len(s.token_ids) for s in waiting) + running
 
     @property
     def active(self) -> list[Sequence]:
         """Sequences that hold pages, oldest first."""
         return self._active
+
+    @property
+    def live(self) -> list[Sequence]:
+        """Every sequence, waiting ones too."""
+        return [*self._active, *self._waiting]
 
     def find(self, key: SequenceKey) -> Sequence | None:
         """The live sequence of `key`."""
@@ -104,7 +118,7 @@ class Scheduler:
 
     def open_transfers(self) -> dict[str, int]:
         """Handoffs under way by direction, "in" and "out"."""
-        open_ones = [s for s in tuple(self._active) if s.grant is not None]
+        open_ones = [s for s in (*self._active, *self._waiting) if s.grant is not None]
         incoming = sum(s.request.source is Source.HANDOFF for s in open_ones)
         return {"in": incoming, "out": len(open_ones) - incoming}
 
@@ -115,7 +129,8 @@ class Scheduler:
     def submit(self, request: EngineRequest) -> Sequence:
         """Queue a request.
 
-        Raises InvalidRequestError when it can never fit, OverloadedError when the queue is full.
+        Raises InvalidRequestError when it can never fit or its key or transfer is in use,
+        OverloadedError when the queue is full.
         """
         length, limit = len(request.token_ids), self.limits.max_model_len
         if not 1 <= length < limit or length >= self._num_pool_tokens:
@@ -126,6 +141,7 @@ class Scheduler:
             )
         if request.key in self._by_key:
             raise InvalidRequestError(f"request {request.key} is running already", field="ref")
+        self._check_destination(request)
         if len(self._waiting) >= self.limits.max_num_waiting:
             raise OverloadedError(
                 f"{len(self._waiting)} requests wait already (max_num_waiting "
@@ -137,7 +153,23 @@ class Scheduler:
         sequence = Sequence(request, list(request.token_ids), hashes)
         self._by_key[request.key] = sequence
         self._waiting.append(sequence)
+        if request.destination is not None:
+            # Before the prompt's turn comes, so that a long queue does not cost the lease.
+            sequence.grant = request.destination
+            self._operations.append(BeginSend(request.destination.to_json()))
         return sequence
+
+    def _check_destination(self, request: EngineRequest) -> None:
+        """A transfer id belongs to one sequence: a sender refuses to begin it twice."""
+        if request.destination is None:
+            return
+        transfer_id = request.destination.transfer_id
+        for other in self._by_key.values():
+            destination = other.request.destination
+            if destination is not None and destination.transfer_id == transfer_id:
+                raise InvalidRequestError(
+                    f"transfer {transfer_id.hex()} is in use by {other.request.key}", field="grant"
+                )
 
     def operate(self, operation: Operation) -> None:
         """Put a state operation into the next plan."""
@@ -155,10 +187,18 @@ class Scheduler:
         operations, self._operations = tuple(self._operations), []
         return StepPlan(operations, tuple(s.slot for s in decodes), tuple(extends))
 
-    def commit(self, plan: StepPlan, tokens: dict[int, int]) -> list[Sequence]:
-        """Take the step's sampled tokens (by slot); returns the sequences that got one."""
+    def commit(
+        self, plan: StepPlan, tokens: dict[int, int], invalid: Collection[int] = ()
+    ) -> list[Sequence]:
+        """Take the step's sampled tokens (by slot); returns the sequences that got one.
+
+        invalid: slots whose logits were not finite. Their KV is not to be trusted: nobody else
+        gets to read it.
+        """
         by_slot = {s.slot: s for s in self._active}
         sampled: list[Sequence] = []
+        for slot in invalid:
+            by_slot[slot].is_trusted = False
         for slot in plan.decodes:
             by_slot[slot].num_computed_tokens += 1
         for extend in plan.extends:
@@ -184,10 +224,10 @@ class Scheduler:
 
     def finish(self, sequence: Sequence) -> None:
         """Drop a sequence in whatever state; its pages are free for the next plan."""
+        self._close_transfer(sequence)
         if sequence.status is Status.WAITING:
             self._waiting.remove(sequence)
         elif sequence.status is not Status.FINISHED:
-            self._close_transfer(sequence)
             self._release(sequence)
         sequence.status = Status.FINISHED
         self._by_key.pop(sequence.request.key, None)
@@ -209,7 +249,11 @@ class Scheduler:
 
     def _remember_prefix(self, sequence: Sequence) -> None:
         computed = sequence.num_computed_tokens
-        if sequence.status is Status.RECEIVING:
+        if (
+            not self._keeps_prefixes
+            or not sequence.is_trusted
+            or sequence.status is Status.RECEIVING
+        ):
             return
         if computed // HASH_BLOCK_TOKENS > len(sequence.hashes):
             sequence.hashes = block_hashes(
@@ -223,12 +267,14 @@ class Scheduler:
     def _schedule_decodes(self) -> list[Sequence]:
         decodes: list[Sequence] = []
         for sequence in list(self._active):
-            if sequence.can_decode and sequence.status is Status.RUNNING:
-                while sequence in self._active and not self._grow(sequence):
-                    self._preempt(self._victim())
-                if sequence in self._active:
-                    decodes.append(sequence)
-        return [s for s in decodes if s.status is Status.RUNNING]
+            if not sequence.can_decode:
+                continue
+            # The victim is this sequence or a younger one, never one that `decodes` has already.
+            while sequence.status is Status.RUNNING and not self._grow(sequence):
+                self._preempt(self._victim())
+            if sequence.status is Status.RUNNING:
+                decodes.append(sequence)
+        return decodes
 
     def _grow(self, sequence: Sequence) -> bool:
         missing = self._num_pages(len(sequence.token_ids)) - len(sequence.pages)
@@ -342,12 +388,9 @@ class Scheduler:
                 len(sequence.token_ids),
             )
             self._operations.append(OpenGrant(sequence.slot, grant.to_json()))
-        elif sequence.request.destination is not None:
-            grant = sequence.request.destination
-            self._operations.append(BeginSend(sequence.slot, grant.to_json()))
-        else:
-            return
-        sequence.grant = grant
+            sequence.grant = grant
+        elif sequence.grant is not None:
+            self._operations.append(BindSend(sequence.slot, sequence.grant.transfer_id))
 
     def _num_pages(self, num_tokens: int) -> int:
         return -(-num_tokens // self._logical_page_size)

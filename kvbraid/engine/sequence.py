@@ -59,7 +59,8 @@ class Sequence:
     """A request inside the scheduler.
 
     token_ids: every token known. num_computed_tokens: of them, how many have KV in the pool.
-    A sequence decodes when exactly its newest token is not computed yet.
+    A sequence decodes when exactly its newest token is not computed yet. is_trusted: False once
+    its logits were not finite, so that its KV is not kept for others.
     """
 
     request: EngineRequest
@@ -74,6 +75,7 @@ class Sequence:
     grant: Grant | None = None
     is_granted: bool = False
     has_all_rows: bool = False
+    is_trusted: bool = True
     arrived_s: float = field(default_factory=time.monotonic)
     admitted_s: float | None = None
     computed_s: float | None = None

@@ -1,15 +1,16 @@
 """What every rank does in one step, as one flat int64 array.
 
-Rank 0 decides and sends; every rank (rank 0 too) decodes the same array and executes it in the
-same order. Sequences live in slots: state operations come first, then the compute batch, then the
-list of transfers whose progress the ranks report.
+Rank 0 decides and sends; the other ranks decode the array, which gives an equal plan, and all
+execute it in the same order. Sequences live in slots: state operations come first, then the compute
+batch, then the list of transfers whose progress the ranks report.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -75,10 +76,17 @@ class CloseGrant:
 
 @dataclass(frozen=True, slots=True)
 class BeginSend:
-    """Rows of `slot` are pushed to `grant` (its JSON form) as they are computed."""
+    """A prompt for `grant` (its JSON form) is queued: the grant's lease is kept from now on."""
+
+    grant: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class BindSend:
+    """Rows of `slot` are pushed for this transfer as they are computed."""
 
     slot: int
-    grant: dict[str, Any]
+    transfer_id: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +94,6 @@ class EndSend:
     """Nothing more is pushed for this transfer and its record is dropped."""
 
     transfer_id: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class ResetPool:
-    """Every row of every pool becomes NaN (tests that prove who reads what)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +109,8 @@ Operation = (
     | OpenGrant
     | CloseGrant
     | BeginSend
+    | BindSend
     | EndSend
-    | ResetPool
     | Stop
 )
 
@@ -191,10 +194,6 @@ class StepPlan:
         return StepPlan(operations, decodes, extends, collect, report_rows, confirm)
 
 
-_SLOT_ONLY: dict[int, type[Release]] = {3: Release}
-_TRANSFER_ONLY: dict[int, type[CloseGrant] | type[EndSend]] = {5: CloseGrant, 7: EndSend}
-_BARE: dict[int, type[ResetPool] | type[Stop]] = {8: ResetPool, 9: Stop}
-_GRANTING: dict[int, type[OpenGrant] | type[BeginSend]] = {4: OpenGrant, 6: BeginSend}
 _CODES: dict[type, int] = {
     Admit: 0,
     AddPages: 1,
@@ -204,8 +203,22 @@ _CODES: dict[type, int] = {
     CloseGrant: 5,
     BeginSend: 6,
     EndSend: 7,
-    ResetPool: 8,
+    BindSend: 8,
     Stop: 9,
+}
+
+
+# Arguments are read in the order of evaluation, left to right.
+_READERS: dict[int, Callable[[Iterator[int]], Operation]] = {
+    _CODES[AddPages]: lambda words: AddPages(next(words), _take(words)),
+    _CODES[AppendToken]: lambda words: AppendToken(next(words), next(words)),
+    _CODES[Release]: lambda words: Release(next(words)),
+    _CODES[OpenGrant]: lambda words: OpenGrant(next(words), json.loads(_take_bytes(words))),
+    _CODES[CloseGrant]: lambda words: CloseGrant(_take_bytes(words)),
+    _CODES[BeginSend]: lambda words: BeginSend(json.loads(_take_bytes(words))),
+    _CODES[EndSend]: lambda words: EndSend(_take_bytes(words)),
+    _CODES[BindSend]: lambda words: BindSend(next(words), _take_bytes(words)),
+    _CODES[Stop]: lambda words: Stop(),
 }
 
 
@@ -225,12 +238,17 @@ def _encode_operation(operation: Operation, words: list[int]) -> None:
             words += (operation.slot, operation.token_id)
         case Release():
             words.append(operation.slot)
-        case OpenGrant() | BeginSend():
+        case OpenGrant():
             words.append(operation.slot)
             _put_bytes(words, json.dumps(operation.grant).encode())
+        case BeginSend():
+            _put_bytes(words, json.dumps(operation.grant).encode())
+        case BindSend():
+            words.append(operation.slot)
+            _put_bytes(words, operation.transfer_id)
         case CloseGrant() | EndSend():
             _put_bytes(words, operation.transfer_id)
-        case ResetPool() | Stop():
+        case Stop():
             pass
 
 
@@ -243,18 +261,9 @@ def _decode_operation(words: Iterator[int]) -> Operation:
         return Admit(
             slot, sampling, key, num_prompt_tokens, num_computed, _take(words), _take(words)
         )
-    if code == _CODES[AddPages]:
-        return AddPages(next(words), _take(words))
-    if code == _CODES[AppendToken]:
-        return AppendToken(next(words), next(words))
-    if code in _SLOT_ONLY:
-        return _SLOT_ONLY[code](next(words))
-    if code in _GRANTING:
-        return _GRANTING[code](next(words), json.loads(_take_bytes(words)))
-    if code in _TRANSFER_ONLY:
-        return _TRANSFER_ONLY[code](_take_bytes(words))
-    if code in _BARE:
-        return _BARE[code]()
+    reader = _READERS.get(code)
+    if reader is not None:
+        return reader(words)
     raise ValueError(f"unknown operation {code} in a step plan")
 
 
@@ -292,7 +301,7 @@ def _put(words: list[int], values: tuple[int, ...]) -> None:
 
 
 def _take(words: Iterator[int]) -> tuple[int, ...]:
-    return tuple(next(words) for _ in range(next(words)))
+    return tuple(islice(words, next(words)))
 
 
 def _put_bytes(words: list[int], data: bytes) -> None:
@@ -304,7 +313,7 @@ def _put_bytes(words: list[int], data: bytes) -> None:
 def _take_bytes(words: Iterator[int]) -> bytes:
     length = next(words)
     count = (length + 7) // 8
-    return np.array([next(words) for _ in range(count)], dtype=np.int64).tobytes()[:length]
+    return np.fromiter(islice(words, count), dtype=np.int64, count=count).tobytes()[:length]
 
 
 def _signed(key: int) -> int:

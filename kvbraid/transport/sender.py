@@ -158,12 +158,15 @@ class KvSender:
 
     def _fill(self, transfer: OutboundTransfer, lane: Lane, gather: Gather) -> int:
         """Queue one frame of the lane if there is room for it; returns its bytes."""
-        slot_bytes = lane.endpoint.slot_bytes
         with self._lock:
             has_room = (
                 transfer.failure is None
                 and len(lane.queued) < _LANE_FRAMES
-                and self._outbox_bytes + slot_bytes <= self._max_outbox_bytes
+                # One frame always fits, whatever a peer's slots are.
+                and (
+                    self._outbox_bytes + lane.endpoint.slot_bytes <= self._max_outbox_bytes
+                    or self._outbox_bytes == 0
+                )
             )
         piece = lane.next_piece(transfer.end_position) if has_room else None
         if piece is None:

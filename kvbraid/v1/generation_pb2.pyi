@@ -106,7 +106,7 @@ class SamplingParams(_message.Message):
     frequency_penalty: _builtins.float
     """Subtracted once for each time a token was generated, [-2, 2]. Default 0."""
     repetition_penalty: _builtins.float
-    """Divides (multiplies, if negative) logits of tokens seen in prompt or output, (0, 10]. Default 1."""
+    """Divides (multiplies, if negative) logits of tokens seen in prompt or output, [0.01, 10]. Default 1."""
     ignore_eos: _builtins.bool
     """Do not end at the model's end tokens."""
     max_tokens: _builtins.int

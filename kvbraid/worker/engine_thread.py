@@ -39,6 +39,7 @@ class EngineThread:
         self._loop.call_soon_threadsafe(self._end, reason)
 
     def _end(self, reason: str) -> None:
+        # First what ends the running calls, then what closes the server.
+        self.finished.set_result(None)
         if reason:
             self.failure.set_result(reason)
-        self.finished.set_result(None)

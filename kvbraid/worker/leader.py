@@ -54,6 +54,7 @@ async def lead(rank: Rank, add_services: AddServices) -> int:
         own = rank.ports.endpoint(rank.server.address)
         issuer.publish(await asyncio.to_thread(gather_endpoints, own, rank.group))
         thread = EngineThread(engine.run, loop)
+        thread.finished.add_done_callback(lambda _: worker.streams.end())
         thread.start()
         background = [
             asyncio.create_task(worker.refresh_gauges()),
@@ -76,6 +77,7 @@ async def lead(rank: Rank, add_services: AddServices) -> int:
 def _engine_and_worker(
     rank: Rank, issuer: GrantIssuer, loop: asyncio.AbstractEventLoop
 ) -> tuple[Engine, Worker]:
+    _check_step_budget(rank)
     identity = _identity(rank)
     streams = RequestStreams(loop)
     scheduler = _scheduler(rank, identity, issuer)
@@ -130,6 +132,16 @@ def _model_name(path: Path) -> str:
     return path.parent.name if path.suffix == ".gguf" else path.name
 
 
+def _check_step_budget(rank: Rank) -> None:
+    """Where decodes may fill a whole step, prompts would never run."""
+    limits = rank.settings.scheduler
+    if rank.role == "decode" and limits.max_num_batched_tokens <= limits.max_num_seqs:
+        raise ConfigError(
+            f"max_num_batched_tokens {limits.max_num_batched_tokens} must be above max_num_seqs "
+            f"{limits.max_num_seqs}: every running sequence takes one token of a step"
+        )
+
+
 def _scheduler(rank: Rank, identity: WorkerIdentity, issuer: GrantIssuer) -> Scheduler:
     settings = rank.settings.scheduler
     logical_page = rank.layout.stripe(0).logical_page_size
@@ -146,4 +158,5 @@ def _scheduler(rank: Rank, identity: WorkerIdentity, issuer: GrantIssuer) -> Sch
         model_digest=rank.layout.model_digest,
         num_pool_tokens=identity.num_pool_tokens,
         issue_grant=issuer.issue,
+        keeps_prefixes=rank.settings.kv.prefix_cache,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -17,7 +17,7 @@ from kvbraid.engine.heartbeat import Heartbeat
 from kvbraid.engine.ranks import RankContext, SpawnedRanks
 from kvbraid.engine.segment import no_check
 from kvbraid.engine.step_channel import StepChannel, make_step_channel
-from kvbraid.errors import ConfigError
+from kvbraid.errors import ConfigError, StartupError
 from kvbraid.kv.kv_layout import KvLayout
 from kvbraid.model.loader import load_config, model_digest
 from kvbraid.rpc.server import RpcServer
@@ -71,6 +71,7 @@ class Rank:
     server: RpcServer
     metrics: WorkerMetrics
     incarnation: int
+    heartbeat: Heartbeat
 
 
 @asynccontextmanager
@@ -87,69 +88,76 @@ async def prepared_rank(
         Heartbeat, context, timeout_s=parallel.heartbeat_seconds, check=check
     )
     heartbeat.start()
-    kind = communicator_kind(context, parallel)
-    groups = await asyncio.to_thread(
-        make_groups,
-        kind,
-        context,
-        tp_size=parallel.tp_size,
-        dcp_size=parallel.dcp_size,
-        timeout_s=_COLLECTIVE_TIMEOUT_S,
-        check=check,
-    )
-    channel = await asyncio.to_thread(make_step_channel, context, check=check)
-    config = load_config(settings.model.model)
-    dtype = compute_dtype(settings.model, compute_device(settings.model, context.local_rank))
-    digest = await asyncio.to_thread(model_digest, settings.model.model)
-    layout = kv_layout(config, parallel, settings.kv, dtype, digest)
-    metrics = WorkerMetrics(role)
-    incarnation = await asyncio.to_thread(_agree_on_incarnation, groups.tp)
-    ports = KvPorts(
-        rank=context.rank,
-        incarnation=incarnation,
-        transfer=settings.transfer,
-        server=settings.server,
-    )
-    server = RpcServer(
-        role=role, settings=_rank_server(settings.server, context), metrics=metrics.rpc
-    )
-    ports.add_to(server)
-    max_model_len = _max_model_len(settings.model.max_model_len, config.max_position_embeddings)
-    try:
-        async with ports.running():
-            built = await asyncio.to_thread(
-                build_rank,
-                settings=settings,
-                context=context,
-                tp_group=groups.tp,
-                dcp_group=groups.dcp,
-                config=config,
-                layout=layout,
-                max_model_len=max_model_len,
-                receiver=ports.receiver,
-                sender=ports.sender,
-                observe_exchange=metrics.engine.dcp_exchange_seconds.labels(
-                    exchange=parallel.exchange
-                ).observe,
-            )
-            yield Rank(
-                settings=settings,
-                role=role,
-                context=context,
-                communicator=kind,
-                group=groups.tp,
-                layout=layout,
-                max_model_len=max_model_len,
-                vocab_size=config.vocab_size,
-                built=built,
-                channel=channel,
-                ports=ports,
-                server=server,
-                metrics=metrics,
-                incarnation=incarnation,
-            )
-    finally:
-        await server.stop()
+    async with AsyncExitStack() as stack:
+        stack.push(lambda kind, error, traceback: _leave(heartbeat, error))
+        kind = communicator_kind(context, parallel)
+        groups = await asyncio.to_thread(
+            make_groups,
+            kind,
+            context,
+            tp_size=parallel.tp_size,
+            dcp_size=parallel.dcp_size,
+            timeout_s=_COLLECTIVE_TIMEOUT_S,
+            check=check,
+        )
+        channel = await asyncio.to_thread(make_step_channel, context, check=check)
+        config = load_config(settings.model.model)
+        max_model_len = _max_model_len(settings.model.max_model_len, config.max_position_embeddings)
+        dtype = compute_dtype(settings.model, compute_device(settings.model, context.local_rank))
+        digest = await asyncio.to_thread(model_digest, settings.model.model)
+        layout = kv_layout(config, parallel, settings.kv, dtype, digest)
+        metrics = WorkerMetrics(role)
+        incarnation = await asyncio.to_thread(_agree_on_incarnation, groups.tp)
+        ports = KvPorts(
+            rank=context.rank,
+            incarnation=incarnation,
+            transfer=settings.transfer,
+            server=settings.server,
+        )
+        server = RpcServer(
+            role=role, settings=_rank_server(settings.server, context), metrics=metrics.rpc
+        )
+        stack.push_async_callback(server.stop)
+        ports.add_to(server)
+        await stack.enter_async_context(ports.running())
+        built = await asyncio.to_thread(
+            build_rank,
+            settings=settings,
+            context=context,
+            tp_group=groups.tp,
+            dcp_group=groups.dcp,
+            config=config,
+            layout=layout,
+            max_model_len=max_model_len,
+            receiver=ports.receiver,
+            sender=ports.sender,
+            observe_exchange=metrics.engine.dcp_exchange_seconds.labels(
+                exchange=parallel.exchange
+            ).observe,
+        )
+        yield Rank(
+            settings=settings,
+            role=role,
+            context=context,
+            communicator=kind,
+            group=groups.tp,
+            layout=layout,
+            max_model_len=max_model_len,
+            vocab_size=config.vocab_size,
+            built=built,
+            channel=channel,
+            ports=ports,
+            server=server,
+            metrics=metrics,
+            incarnation=incarnation,
+            heartbeat=heartbeat,
+        )
+
+
+def _leave(heartbeat: Heartbeat, error: BaseException | None) -> None:
+    """A rank that broke stays without a farewell: the others find it dead instead of waiting for
+    it. A StartupError is the settings' fault, which every rank reports for itself."""
+    if not isinstance(error, Exception) or isinstance(error, StartupError):
         heartbeat.stop()
 
 

@@ -251,4 +251,10 @@ def _agreed_num_pages(
     fitting = int(budget // page_bytes)
     useful = settings.scheduler.max_num_seqs * -(-max_model_len // stripe.logical_page_size)
     mine = torch.tensor([min(fitting, useful + 1)], dtype=torch.int64)
-    return int(tp_group.all_gather(mine).min())
+    agreed = int(tp_group.all_gather(mine).min())
+    if agreed < 2:
+        raise ConfigError(
+            f"kv_memory_fraction {kv.kv_memory_fraction} of {free_bytes(device)} free bytes holds "
+            f"no page of {page_bytes} bytes; raise it, or set kv_cache_tokens"
+        )
+    return agreed

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import logging
+import contextlib
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from kvbraid.engine.engine import Engine
 from kvbraid.engine.events import EngineEvent, PromptSent, RequestFailed, TokensReady
 from kvbraid.engine.sequence import EngineRequest, SequenceKey
-from kvbraid.errors import InvalidRequestError
+from kvbraid.errors import InvalidRequestError, UnavailableError
 
-logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class EventStream:
@@ -53,8 +53,11 @@ class RequestStreams:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
+        self._events: deque[EngineEvent] = deque()
         self._streams: dict[SequenceKey, EventStream] = {}
         self._engine: Engine | None = None
+        self._answers: set[asyncio.Future[Any]] = set()
+        self._has_ended = False
         self.on_cancel_to_free: Callable[[float], None] = lambda seconds: None
 
     def attach(self, engine: Engine) -> None:
@@ -69,20 +72,39 @@ class RequestStreams:
 
     def deliver(self, event: EngineEvent) -> None:
         """The engine's event sink; called in the engine thread."""
-        self._loop.call_soon_threadsafe(self._route, event)
+        self._events.append(event)
+        # One wake-up takes everything that has come until it runs: a step gives many events.
+        if len(self._events) == 1:
+            self._loop.call_soon_threadsafe(self._route)
 
-    def _route(self, event: EngineEvent) -> None:
-        stream = self._streams.get(event.key)
-        if stream is not None:
-            stream.put(event)
+    def _route(self) -> None:
+        while self._events:
+            event = self._events[0]
+            stream = self._streams.get(event.key)
+            if stream is not None:
+                stream.put(event)
+            # Taken off only now: while one is here, no further wake-up is needed.
+            self._events.popleft()
 
-    @asynccontextmanager
+    def end(self) -> None:
+        """The engine runs no more: nobody is to wait for it. From the event loop."""
+        self._has_ended = True
+        for key, stream in self._streams.items():
+            stream.put(RequestFailed(key, _engine_is_gone()))
+        for answer in self._answers:
+            if not answer.done():
+                answer.set_exception(_engine_is_gone())
+
+    @contextlib.asynccontextmanager
     async def open(self, request: EngineRequest) -> AsyncIterator[EventStream]:
         """Run `request`; leaving the block before its last event aborts it and waits until its
         pages are out of every writer's reach.
 
-        Raises InvalidRequestError when the same completion of the same attempt runs already.
+        Raises InvalidRequestError when the same completion of the same attempt runs already,
+        UnavailableError when the engine has ended.
         """
+        if self._has_ended:
+            raise _engine_is_gone()
         if request.key in self._streams:
             raise InvalidRequestError(f"request {request.key} is running already", field="ref")
         stream = self._streams[request.key] = EventStream()
@@ -90,33 +112,54 @@ class RequestStreams:
             self.engine.submit(request)
             yield stream
         finally:
-            if not stream.is_finished:
-                await asyncio.shield(self.abort(request.key))
-            del self._streams[request.key]
+            try:
+                if not stream.is_finished:
+                    with contextlib.suppress(UnavailableError):  # what ended the block counts
+                        await asyncio.shield(self.abort(request.key))
+            finally:
+                del self._streams[request.key]
 
     async def abort(self, key: SequenceKey) -> bool:
-        """End a sequence; returns, once its pages are free, whether there was one."""
+        """End a sequence; returns, once its pages are free, whether there was one.
+
+        Raises UnavailableError when the engine ends first.
+        """
         began = time.monotonic()
-        found: asyncio.Future[bool] = self._loop.create_future()
 
-        def done(was_found: bool) -> None:
-            self._loop.call_soon_threadsafe(_resolve, found, was_found)
+        def question(done: Callable[[bool], None]) -> None:
+            self.engine.abort(key, done)
 
-        self.engine.abort(key, done)
-        was_found = await found
+        was_found = await self._ask(question)
         if was_found:
             self.on_cancel_to_free(time.monotonic() - began)
         return was_found
 
     async def report_rows(self) -> NDArray[np.int64]:
-        """[tp_size, 2] int64: finite pool rows and pool bytes of every rank."""
-        rows: asyncio.Future[NDArray[np.int64]] = self._loop.create_future()
+        """[tp_size, 2] int64: finite pool rows and pool bytes of every rank.
 
-        def done(values: NDArray[np.int64]) -> None:
-            self._loop.call_soon_threadsafe(_resolve, rows, values)
+        Raises UnavailableError when the engine ends first.
+        """
+        return await self._ask(self.engine.report_rows)
 
-        self.engine.report_rows(done)
-        return await rows
+    async def _ask(self, question: Callable[[Callable[[T], None]], None]) -> T:
+        """What the engine thread answers through the callback that `question` gives it."""
+        if self._has_ended:
+            raise _engine_is_gone()
+        answer: asyncio.Future[T] = self._loop.create_future()
+
+        def done(value: T) -> None:
+            self._loop.call_soon_threadsafe(_resolve, answer, value)
+
+        self._answers.add(answer)
+        try:
+            question(done)
+            return await answer
+        finally:
+            self._answers.discard(answer)
+
+
+def _engine_is_gone() -> UnavailableError:
+    return UnavailableError("the engine of this worker has ended")
 
 
 def _resolve(future: asyncio.Future[Any], value: Any) -> None:

@@ -43,7 +43,7 @@ class WorkerIdentity:
 
 
 class Worker:
-    """Rank 0's view of a running worker. Used in the event loop, except `observe_step`."""
+    """Rank 0's view of a running worker, used in the event loop."""
 
     def __init__(
         self,

@@ -12,8 +12,9 @@ import signal
 import sys
 
 from kvbraid.engine.engine import follow
+from kvbraid.engine.rank_lost import RankLostError
 from kvbraid.engine.ranks import RankContext, SpawnedRanks, from_environment, spawn_ranks, start_run
-from kvbraid.rpc.lifecycle import EXIT_FAILED
+from kvbraid.errors import StartupError
 from kvbraid.telemetry.logging import configure_logging
 from kvbraid.worker.endpoints import gather_endpoints
 from kvbraid.worker.engine_thread import EngineThread
@@ -44,6 +45,8 @@ async def run_worker(
     try:
         async with prepared_rank(settings, role, context, spawned) as rank:
             return await (_follow(rank) if context.rank > 0 else lead(rank, add_services))
+    except RankLostError as error:
+        raise StartupError(f"the ranks did not come together: {error}") from error
     finally:
         if spawned is not None:
             spawned.stop(_RANK_STOP_GRACE_S)
@@ -59,12 +62,16 @@ async def _follow(rank: Rank) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         # Rank 0 drains for all ranks; a signal to the whole process group must not cut it short.
         loop.add_signal_handler(number, logger.info, "signal %s is rank 0's to handle", number.name)
-    await rank.server.start()
+    try:
+        await rank.server.start()
+    except StartupError as error:
+        # Only this rank's port is taken; the others wait for its endpoint.
+        rank.heartbeat.end_worker(str(error))
     await asyncio.to_thread(gather_endpoints, rank.ports.endpoint(rank.server.address), rank.group)
     engine = EngineThread(lambda: follow(rank.channel, rank.built.executor), loop)
     engine.start()
     await engine.finished
     if engine.failure.done():
-        logger.error("rank ends: %s", engine.failure.result())
-        return EXIT_FAILED
+        # Rank 0 may wait for this rank in a collective: one that left in peace would not be missed.
+        rank.heartbeat.end_worker(engine.failure.result())
     return 0

@@ -20,6 +20,7 @@ from kvbraid.engine.step_plan import (
     Admit,
     AppendToken,
     BeginSend,
+    BindSend,
     CloseGrant,
     EndSend,
     OpenGrant,
@@ -287,7 +288,8 @@ def test_a_sending_sequence_is_never_preempted_and_keeps_its_pages_until_it_ends
     worker = ToyWorker(num_pages=12, max_num_batched_tokens=64, prefill_chunk_tokens=32)
     sent = worker.submit("send", range(12), destination=issue_grant(0, 12), max_tokens=9)
     plan = worker.step()
-    assert any(isinstance(o, BeginSend) for o in plan.operations)
+    kinds = [type(o) for o in plan.operations]
+    assert kinds == [BeginSend, Admit, BindSend]
     sent.status = Status.SENDING
     worker.submit("a", range(40, 50), max_tokens=20)
     worker.submit("b", range(60, 64), max_tokens=20)
@@ -310,3 +312,14 @@ def test_finish_reasons_respect_stop_tokens_min_tokens_and_limits() -> None:
     assert sequence.finish_reason(100) is FinishReason.LENGTH
     sequence.token_ids = [1, 2, 5]
     assert sequence.finish_reason(3) is FinishReason.LENGTH
+
+
+def test_a_prompt_that_waits_keeps_its_lease_and_gives_it_up_when_it_ends() -> None:
+    worker = ToyWorker(max_num_seqs=1)
+    worker.submit("first", range(10), max_tokens=50)
+    worker.step()
+    waiting = worker.submit("second", range(20, 30), destination=issue_grant(0, 10))
+    assert [type(o) for o in worker.step().operations] == [BeginSend]
+    assert waiting.status is Status.WAITING
+    worker.scheduler.finish(waiting)
+    assert [type(o) for o in worker.step().operations] == [EndSend]

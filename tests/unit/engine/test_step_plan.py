@@ -12,13 +12,13 @@ from kvbraid.engine.step_plan import (
     Admit,
     AppendToken,
     BeginSend,
+    BindSend,
     CloseGrant,
     EndSend,
     Extend,
     OpenGrant,
     Operation,
     Release,
-    ResetPool,
     StepPlan,
     Stop,
 )
@@ -54,10 +54,10 @@ _operations: st.SearchStrategy[Operation] = st.one_of(
     st.builds(AppendToken, _small, _small),
     st.builds(Release, _small),
     st.builds(OpenGrant, _small, st.dictionaries(st.text(max_size=4), st.text(max_size=9))),
-    st.builds(BeginSend, _small, st.just({"layout": {"kind": "gqa", "n": 3}})),
+    st.builds(BeginSend, st.just({"layout": {"kind": "gqa", "n": 3}})),
+    st.builds(BindSend, _small, _transfer_ids),
     st.builds(CloseGrant, _transfer_ids),
     st.builds(EndSend, _transfer_ids),
-    st.just(ResetPool()),
     st.just(Stop()),
 )
 _plans = st.builds(
