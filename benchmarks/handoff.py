@@ -27,7 +27,7 @@ from kvbraid.model.loader import load_config
 from kvbraid.v1 import coordinator_pb2, coordinator_pb2_grpc, generation_pb2
 
 PROMPT_TOKENS = 1400
-NUM_PROMPTS = 8
+NUM_PROMPTS = 4
 LAG_BAR_S = 0.02
 
 
