@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import random
 import re
 import statistics
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +36,10 @@ from tools.greedy_reference import load_reference_model
 NUM_TOKENS = 64
 PROMPT_TOKENS = 48
 NUM_STREAMS = 8
-CLUSTERS = {
-    "1x1": "tp=1,dcp=1",
-    "2x2 shared_memory": "tp=2,dcp=2",
-    "2x2 gloo": "tp=2,dcp=2,communicator=gloo",
-}
+STRIPED = (
+    ("2x2 shared_memory", "tp=2,dcp=2", 0.8),
+    ("2x2 gloo", "tp=2,dcp=2,communicator=gloo", None),
+)
 
 
 @dataclass
@@ -49,8 +49,6 @@ class Cluster:
     name: str
     grpc: str
     metrics: dict[str, str]
-    single: list[float] = field(default_factory=list)
-    batch: list[float] = field(default_factory=list)
 
     def step_seconds(self) -> tuple[float, float]:
         """(sum, count) of the decode worker's decode steps so far."""
@@ -129,42 +127,51 @@ def peer_seconds(model: Any, token_ids: list[list[int]]) -> float:
     return time.perf_counter() - began
 
 
-def measure(clusters: list[Cluster], model: Any, repeats: int) -> dict[str, float]:
-    """Medians of tokens per second."""
-    wanted = prompts(model.config.vocab_size)
-    peer_single, peer_batch = [], []
-    for repeat in range(repeats + 1):  # the first warms up and is dropped
-        seconds = [peer_seconds(model, wanted[:1]), peer_seconds(model, wanted)]
-        for cluster in clusters:
-            single = asyncio.run(generate(cluster.grpc, wanted[:1]))
-            batch = asyncio.run(generate(cluster.grpc, wanted))
+def interleaved(cases: dict[str, Callable[[], float]], repeats: int) -> dict[str, float]:
+    """Median seconds of every case; the repeats of all cases are interleaved, in an order that is
+    drawn anew each time. The first repeat warms up and is dropped."""
+    seconds: dict[str, list[float]] = {name: [] for name in cases}
+    order = list(cases)
+    for repeat in range(repeats + 1):
+        random.Random(repeat).shuffle(order)
+        for name in order:
+            taken = cases[name]()
             if repeat:
-                cluster.single.append(single)
-                cluster.batch.append(batch)
-        if repeat:
-            peer_single.append(seconds[0])
-            peer_batch.append(seconds[1])
-    rates = {
-        "peer single": NUM_TOKENS / statistics.median(peer_single),
-        "peer batch": NUM_STREAMS * NUM_TOKENS / statistics.median(peer_batch),
+                seconds[name].append(taken)
+    return {name: statistics.median(taken) for name, taken in seconds.items()}
+
+
+def cases_of(cluster: Cluster, wanted: list[list[int]]) -> dict[str, Callable[[], float]]:
+    """One stream, and all of them together."""
+    return {
+        f"{cluster.name} single": lambda: asyncio.run(generate(cluster.grpc, wanted[:1])),
+        f"{cluster.name} batch": lambda: asyncio.run(generate(cluster.grpc, wanted)),
     }
-    for cluster in clusters:
-        rates[f"{cluster.name} single"] = NUM_TOKENS / statistics.median(cluster.single)
-        rates[f"{cluster.name} batch"] = NUM_STREAMS * NUM_TOKENS / statistics.median(cluster.batch)
-    return rates
 
 
-def rows_of(rates: dict[str, float]) -> list[BenchmarkRow]:
-    """The bars, in tokens per second."""
-    rows = [
+def rates_of(seconds: dict[str, float]) -> dict[str, float]:
+    """Tokens per second."""
+    return {
+        name: NUM_TOKENS * (NUM_STREAMS if name.endswith("batch") else 1) / taken
+        for name, taken in seconds.items()
+    }
+
+
+def against_peer(rates: dict[str, float]) -> list[BenchmarkRow]:
+    """The bars against transformers, in tokens per second."""
+    return [
         _row("1x1 single / transformers single", rates, "1x1 single", "peer single", 1.1),
         _row("1x1 8 streams / transformers batch 8", rates, "1x1 batch", "peer batch", 1.0),
         _row("1x1 8 streams / transformers single", rates, "1x1 batch", "peer single", 3.0),
     ]
-    for name, bar in (("2x2 shared_memory", 0.8), ("2x2 gloo", None)):
-        rows.append(_row(f"{name} single / 1x1 single", rates, f"{name} single", "1x1 single", bar))
-        rows.append(_row(f"{name} 8 streams / 1x1", rates, f"{name} batch", "1x1 batch", None))
-    return rows
+
+
+def against_one_rank(name: str, rates: dict[str, float], bar: float | None) -> list[BenchmarkRow]:
+    """A striped worker against our own single rank."""
+    return [
+        _row(f"{name} single / 1x1 single", rates, f"{name} single", "1x1 single", bar),
+        _row(f"{name} 8 streams / 1x1", rates, f"{name} batch", "1x1 batch", None),
+    ]
 
 
 def _row(
@@ -193,14 +200,21 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=5, help="measured repeats [5]")
     options = parser.parse_args()
     model = load_reference_model(options.model)
-    with ExitStack() as stack:
-        clusters = [
-            stack.enter_context(running_cluster(options.model, name, decode))
-            for name, decode in CLUSTERS.items()
-        ]
-        rows = rows_of(measure(clusters, model, options.repeats))
-        for cluster in clusters:
-            rows += where_rows(cluster, prompts(model.config.vocab_size))
+    wanted = prompts(model.config.vocab_size)
+    peer = {
+        "peer single": lambda: peer_seconds(model, wanted[:1]),
+        "peer batch": lambda: peer_seconds(model, wanted),
+    }
+    # Only what is compared is alive: idle workers take a little of the cores as well.
+    with running_cluster(options.model, "1x1", "tp=1,dcp=1") as single:
+        ours = cases_of(single, wanted)
+        rows = against_peer(rates_of(interleaved(peer | ours, options.repeats)))
+        rows += where_rows(single, wanted)
+        for name, decode, bar in STRIPED:
+            with running_cluster(options.model, name, decode) as striped:
+                both = ours | cases_of(striped, wanted)
+                rates = rates_of(interleaved(both, options.repeats))
+                rows += against_one_rank(name, rates, bar) + where_rows(striped, wanted)
     for row in rows:
         bar = "" if row.bar is None else f" (bar {row.bar}: {'holds' if row.holds else 'MISSED'})"
         sys.stdout.write(f"{row.case}: {row.ours:.2f} / {row.peer:.2f} = {row.ratio:.3f}{bar}\n")

@@ -23,6 +23,8 @@ _NUM_SLOTS = 4
 _SLOT_WORDS = 8192
 _SPIN_S = 0.002
 _IDLE_SLEEP_S = 0.0005
+_DOZE_AFTER_S = 1.0
+_DOZE_SLEEP_S = 0.005
 
 
 class StepChannel(Protocol):
@@ -38,7 +40,7 @@ class StepChannel(Protocol):
     def receive(self, idle: Callable[[], None]) -> IntArray:
         """Other ranks only: the next plan, a fresh array. There is no time limit.
 
-        `idle` is called again and again while waiting, at least every millisecond or so; it may
+        `idle` is called again and again while waiting, every few milliseconds at least; it may
         raise to stop waiting.
         """
         ...
@@ -108,7 +110,7 @@ class SharedMemoryStepChannel:
             self._counts[0] = self._count
 
     def receive(self, idle: Callable[[], None]) -> IntArray:
-        """The next plan; sleeps 0.5 ms at a time once 2 ms have passed without one."""
+        """The next plan; spins, then sleeps longer and longer (see IdleWaiter)."""
         if self._rank == 0:
             raise ValueError("rank 0 sends step plans; only ranks above 0 receive them")
         slot = self._next_slot(idle)
@@ -147,19 +149,23 @@ class SharedMemoryStepChannel:
 
 
 class IdleWaiter:
-    """Spins for 2 ms, then sleeps 0.5 ms at a time, so that an idle rank does not burn a core."""
+    """Spins for 2 ms, then sleeps 0.5 ms at a time, and after a second without work 5 ms, so that
+    an idle rank takes nothing from its neighbours."""
 
     def __init__(self, idle: Callable[[], None]) -> None:
         self._idle = idle
-        self._sleep_after = time.monotonic() + _SPIN_S
+        began = time.monotonic()
+        self._sleep_after = began + _SPIN_S
+        self._doze_after = began + _DOZE_AFTER_S
 
     def wait(self) -> None:
         """Calls `idle` once, then gives the core away for a moment."""
         self._idle()
-        if time.monotonic() < self._sleep_after:
+        now = time.monotonic()
+        if now < self._sleep_after:
             os.sched_yield()
         else:
-            time.sleep(_IDLE_SLEEP_S)
+            time.sleep(_IDLE_SLEEP_S if now < self._doze_after else _DOZE_SLEEP_S)
 
 
 def check_plan(plan: IntArray) -> None:

@@ -49,7 +49,7 @@ class TorchStepChannel:
             self._broadcast(rest.clone(), IdleWaiter(_nothing))
 
     def receive(self, idle: Callable[[], None]) -> IntArray:
-        """The next plan; sleeps 0.5 ms at a time once 2 ms have passed without one."""
+        """The next plan; spins, then sleeps longer and longer (see IdleWaiter)."""
         if self._rank == 0:
             raise ValueError("rank 0 sends step plans; only ranks above 0 receive them")
         head = torch.empty(_HEAD_WORDS, dtype=torch.int64)
