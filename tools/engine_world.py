@@ -161,11 +161,12 @@ class EngineWorld:
                 process.kill()
 
     def run(self, case: Case, phases: Sequence[Sequence[Prompt]]) -> Outcome:
-        """Run the prompts of each phase together, phase after phase. Raises what rank 0 raised."""
+        """Run the prompts of each phase together, phase after phase.
+
+        Raises EOFError when rank 0 failed; its traceback is on stderr.
+        """
         self._pipe.send((case, [list(phase) for phase in phases]))
         outcome = self._pipe.recv()
-        if isinstance(outcome, Exception):
-            raise outcome
         assert isinstance(outcome, Outcome)
         return outcome
 
@@ -239,10 +240,8 @@ def _rank_main(
             follow(rank.channel, _executor(rank, built, case))
         return
     while (message := pipe.recv()) is not None:
-        try:
-            pipe.send(_lead(rank, *message))
-        except Exception as error:  # noqa: BLE001 - handed to the process that asked
-            pipe.send(RuntimeError(f"{type(error).__name__}: {error}"))
+        # An error ends this process, and the one that asked reads the end of the pipe.
+        pipe.send(_lead(rank, *message))
     rank.channel.send(_to_words(None))
 
 

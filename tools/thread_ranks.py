@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -104,12 +105,13 @@ def run_threads(groups: list[tuple[ThreadGroup, ThreadGroup]], body: Callable[[i
     """body(rank) in a thread a rank; results in rank order. Raises the first rank's own error."""
 
     def guarded(rank: int) -> T:
-        try:
-            return body(rank)
-        except BaseException:
+        with ExitStack() as stack:
+            # Left by an error, the rank frees the others from waiting for it.
             for group in groups[rank]:
-                group.meeting.barrier.abort()
-            raise
+                stack.callback(group.meeting.barrier.abort)
+            result = body(rank)
+            stack.pop_all()
+            return result
 
     with ThreadPoolExecutor(len(groups)) as pool:
         futures = [pool.submit(guarded, rank) for rank in range(len(groups))]

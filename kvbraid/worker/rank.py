@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -12,16 +12,17 @@ from typing import Protocol
 import torch
 
 from attention.interface import Group
-from kvbraid.engine.communicator import make_groups
+from kvbraid.engine.communicator import RankGroups, make_groups
 from kvbraid.engine.heartbeat import Heartbeat
 from kvbraid.engine.ranks import RankContext, SpawnedRanks
 from kvbraid.engine.segment import no_check
 from kvbraid.engine.step_channel import StepChannel, make_step_channel
 from kvbraid.errors import ConfigError, StartupError
 from kvbraid.kv.kv_layout import KvLayout
+from kvbraid.model.config import ModelConfig
 from kvbraid.model.loader import load_config, model_digest
 from kvbraid.rpc.server import RpcServer
-from kvbraid.settings import ServerSettings, TransferSettings
+from kvbraid.settings import ParallelSettings, ServerSettings, TransferSettings
 from kvbraid.telemetry.metrics import WorkerMetrics
 from kvbraid.worker.kv_ports import KvPorts
 from kvbraid.worker.rank_assembly import (
@@ -83,29 +84,14 @@ async def prepared_rank(
     Raises StartupError when settings, checkpoint or peers do not fit.
     """
     check = spawned.check_alive if spawned is not None else no_check
-    parallel = settings.parallel
     heartbeat = await asyncio.to_thread(
-        Heartbeat, context, timeout_s=parallel.heartbeat_seconds, check=check
+        Heartbeat, context, timeout_s=settings.parallel.heartbeat_seconds, check=check
     )
     heartbeat.start()
     async with AsyncExitStack() as stack:
         stack.push(lambda kind, error, traceback: _leave(heartbeat, error))
-        kind = communicator_kind(context, parallel)
-        groups = await asyncio.to_thread(
-            make_groups,
-            kind,
-            context,
-            tp_size=parallel.tp_size,
-            dcp_size=parallel.dcp_size,
-            timeout_s=_COLLECTIVE_TIMEOUT_S,
-            check=check,
-        )
-        channel = await asyncio.to_thread(make_step_channel, context, check=check)
-        config = load_config(settings.model.model)
-        max_model_len = _max_model_len(settings.model.max_model_len, config.max_position_embeddings)
-        dtype = compute_dtype(settings.model, compute_device(settings.model, context.local_rank))
-        digest = await asyncio.to_thread(model_digest, settings.model.model)
-        layout = kv_layout(config, parallel, settings.kv, dtype, digest)
+        groups, channel = await asyncio.to_thread(_meet, settings.parallel, context, check)
+        shape = await asyncio.to_thread(_shape, settings, context)
         metrics = WorkerMetrics(role)
         incarnation = await asyncio.to_thread(_agree_on_incarnation, groups.tp)
         ports = KvPorts(
@@ -120,30 +106,16 @@ async def prepared_rank(
         stack.push_async_callback(server.stop)
         ports.add_to(server)
         await stack.enter_async_context(ports.running())
-        built = await asyncio.to_thread(
-            build_rank,
-            settings=settings,
-            context=context,
-            tp_group=groups.tp,
-            dcp_group=groups.dcp,
-            config=config,
-            layout=layout,
-            max_model_len=max_model_len,
-            receiver=ports.receiver,
-            sender=ports.sender,
-            observe_exchange=metrics.engine.dcp_exchange_seconds.labels(
-                exchange=parallel.exchange
-            ).observe,
-        )
+        built = await asyncio.to_thread(_build, settings, context, groups, shape, ports, metrics)
         yield Rank(
             settings=settings,
             role=role,
             context=context,
-            communicator=kind,
+            communicator=communicator_kind(context, settings.parallel),
             group=groups.tp,
-            layout=layout,
-            max_model_len=max_model_len,
-            vocab_size=config.vocab_size,
+            layout=shape.layout,
+            max_model_len=shape.max_model_len,
+            vocab_size=shape.config.vocab_size,
             built=built,
             channel=channel,
             ports=ports,
@@ -152,6 +124,64 @@ async def prepared_rank(
             incarnation=incarnation,
             heartbeat=heartbeat,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What the checkpoint and the settings make of the worker."""
+
+    config: ModelConfig
+    layout: KvLayout
+    max_model_len: int
+
+
+def _meet(
+    parallel: ParallelSettings, context: RankContext, check: Callable[[], None]
+) -> tuple[RankGroups, StepChannel]:
+    groups = make_groups(
+        communicator_kind(context, parallel),
+        context,
+        tp_size=parallel.tp_size,
+        dcp_size=parallel.dcp_size,
+        timeout_s=_COLLECTIVE_TIMEOUT_S,
+        check=check,
+    )
+    return groups, make_step_channel(context, check=check)
+
+
+def _shape(settings: WorkerSettings, context: RankContext) -> _Shape:
+    path = settings.model.model
+    config = load_config(path)
+    dtype = compute_dtype(settings.model, compute_device(settings.model, context.local_rank))
+    layout = kv_layout(config, settings.parallel, settings.kv, dtype, model_digest(path))
+    return _Shape(
+        config,
+        layout,
+        _max_model_len(settings.model.max_model_len, config.max_position_embeddings),
+    )
+
+
+def _build(
+    settings: WorkerSettings,
+    context: RankContext,
+    groups: RankGroups,
+    shape: _Shape,
+    ports: KvPorts,
+    metrics: WorkerMetrics,
+) -> BuiltRank:
+    exchange_seconds = metrics.engine.dcp_exchange_seconds
+    return build_rank(
+        settings=settings,
+        context=context,
+        tp_group=groups.tp,
+        dcp_group=groups.dcp,
+        config=shape.config,
+        layout=shape.layout,
+        max_model_len=shape.max_model_len,
+        receiver=ports.receiver,
+        sender=ports.sender,
+        observe_exchange=exchange_seconds.labels(exchange=settings.parallel.exchange).observe,
+    )
 
 
 def _leave(heartbeat: Heartbeat, error: BaseException | None) -> None:
