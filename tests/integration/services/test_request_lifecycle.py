@@ -180,16 +180,15 @@ async def test_a_lease_without_rows_ends_and_frees_the_pages(
 async def test_a_prompt_that_queues_for_longer_than_its_lease_is_served(
     cluster_of: Callable, support, references, tmp_path: Path
 ) -> None:
-    slow = "tp=1,dcp=1,max_num_seqs=1,prefill_chunk_tokens=16,max_num_batched_tokens=16"
-    decode = "tp=2,dcp=2,lease_seconds=0.4"
+    slow = "tp=1,dcp=1,max_num_seqs=1,prefill_chunk_tokens=4,max_num_batched_tokens=4"
+    decode = "tp=2,dcp=2,lease_seconds=1.5"
     with cluster_of(
         tmp_path, prefill=(slow,), decode=(decode,), coordinator=("--max-attempts=1",)
     ) as cluster:
         async with support.client(cluster.coordinator.grpc) as client:
-            reference = references[LONG]
-            prompts = [reference.prompt_ids] * 3
+            wanted = [references[number] for number in (58, 74, 60)]
             answers = await asyncio.gather(
-                *(client.all_tokens(ids, 4, timeout=100) for ids in prompts)
+                *(client.all_tokens(r.prompt_ids, 4, timeout=100) for r in wanted)
             )
-        assert answers == [reference.output_ids[:4]] * 3
+        assert answers == [r.output_ids[:4] for r in wanted]
         await support.leak_free([report.grpc for report in cluster.workers.values()])
