@@ -182,13 +182,13 @@ async def test_a_prompt_that_queues_for_longer_than_its_lease_is_served(
 ) -> None:
     slow = "tp=1,dcp=1,max_num_seqs=1,prefill_chunk_tokens=4,max_num_batched_tokens=4"
     decode = "tp=2,dcp=2,lease_seconds=1.5"
-    with cluster_of(
-        tmp_path, prefill=(slow,), decode=(decode,), coordinator=("--max-attempts=1",)
-    ) as cluster:
+    with cluster_of(tmp_path, prefill=(slow,), decode=(decode,)) as cluster:
         async with support.client(cluster.coordinator.grpc) as client:
             wanted = [references[number] for number in (58, 74, 60)]
             answers = await asyncio.gather(
                 *(client.all_tokens(r.prompt_ids, 4, timeout=100) for r in wanted)
             )
         assert answers == [r.output_ids[:4] for r in wanted]
+        lost = r'kvbraid_handoff_failures_total\{direction="in",reason="LEASE_LOST"\}'
+        assert metric(cluster.workers["decode-0"].metrics, lost) == 0
         await support.leak_free([report.grpc for report in cluster.workers.values()])
