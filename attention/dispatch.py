@@ -10,6 +10,7 @@ import torch
 
 from attention.backends.base import AttentionBackend
 from attention.backends.torch_backend import TorchBackend
+from attention.backends.triton_backend import TritonBackend
 from attention.dcp import Q_MODES
 from attention.exchanges.a2a import A2AExchange
 from attention.exchanges.ag_rs import AgRsExchange
@@ -19,7 +20,10 @@ from attention.layout import HeadLayout, StripeLayout
 from attention.rows import WINDOW_MASKS
 
 # In order of preference where the choice is "auto".
-BACKENDS: Mapping[str, Callable[[], AttentionBackend]] = {"torch": TorchBackend}
+BACKENDS: Mapping[str, Callable[[], AttentionBackend]] = {
+    "triton": TritonBackend,
+    "torch": TorchBackend,
+}
 EXCHANGES: Mapping[str, Callable[[], Exchange]] = {"a2a": A2AExchange, "ag_rs": AgRsExchange}
 
 OPERATIONS = ("decode", "verify", "extend")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -11,11 +11,16 @@ from itertools import accumulate, pairwise
 # is the sequence's only piece and writes the result itself), whether it adds the window's keys.
 Piece = tuple[int, int, int, int, int]
 
-# A worker's record: first piece, end of its pieces, then sequence, first key, end of keys and slot
-# of the first piece and the page of its first key, so that a program starts after one load.
+# A worker's record: first piece, end of its pieces, then sequence, first key and end of keys of the
+# first piece and the page of its first key, so that a program's first copy waits for one load only.
+# The last two are 0.
 WORKER_FIELDS = 8
 
 _NO_SLOT = -1
+# One piece a worker is faster up to this many workers a sequence, and while the largest share is
+# not further above the mean than this.
+_MOST_PIECES = 4
+_UNEVENNESS = 1.05
 # Pieces without keys are quick; this many share a worker of their own.
 _KEYLESS_PIECES = 8
 
@@ -39,13 +44,13 @@ class SplitPlan:
         """Programs to launch for each block of rows of a KV head; 0 only without sequences."""
         return len(self.worker_pieces) - 1
 
-    def worker_records(self, page_table: Sequence[Sequence[int]], page_size: int) -> list[int]:
-        """WORKER_FIELDS integers for each worker. page_table: [B, max_pages]."""
+    def worker_records(self, page_of: Callable[[int, int], int], page_size: int) -> list[int]:
+        """WORKER_FIELDS integers for each worker. page_of(sequence, i): its i-th page."""
         records: list[int] = []
         for first, end in pairwise(self.worker_pieces):
-            sequence, start, stop, slot, _ = self.pieces[first]
-            page = page_table[sequence][start // page_size] if stop > start else 0
-            records += (first, end, sequence, start, stop, slot, page, 0)
+            sequence, start, stop, _, _ = self.pieces[first]
+            page = page_of(sequence, start // page_size) if stop > start else 0
+            records += (first, end, sequence, start, stop, page, 0, 0)
         return records
 
     @property
@@ -71,12 +76,33 @@ def balanced_plan(
     as many short ones.
 
     lengths: keys of each sequence in this rank's pool. Pieces start at multiples of block_keys.
-    A worker gets at least min_blocks blocks of keys unless there are fewer in all.
+    A worker gets at least min_blocks blocks of keys unless there are fewer in all. Where sequences
+    are many and no share gets much above the mean by it, a worker gets one piece only, which saves
+    partial results and their merge.
     """
-    bounds = list(accumulate((-(-length // block_keys) for length in lengths), initial=0))
-    total = bounds[-1]
+    blocks = [-(-length // block_keys) for length in lengths]
+    total = sum(blocks)
     num_workers = max(1, min(max_workers, total // min_blocks))
-    ends = [(worker + 1) * total // num_workers for worker in range(num_workers)]
+    # No more workers than give the same largest share: each costs a partial result.
+    num_workers = -(-total // -(-total // num_workers)) if total else 1
+    counts = [max(1, round(count * num_workers / max(1, total))) for count in blocks]
+    largest = max((-(-n // k) for n, k in zip(blocks, counts, strict=True)), default=0)
+    is_even = largest * num_workers <= total * _UNEVENNESS
+    if is_even and sum(counts) <= max_workers and num_workers <= _MOST_PIECES * len(blocks):
+        cuts = [
+            [*(i * n // k * block_keys for i in range(k)), length]
+            for length, n, k in zip(lengths, blocks, counts, strict=True)
+        ]
+        return _assemble(cuts, list(range(sum(counts))), adds_window)
+    return _assemble(*_equal_shares(lengths, blocks, block_keys, num_workers), adds_window)
+
+
+def _equal_shares(
+    lengths: Sequence[int], blocks: Sequence[int], block_keys: int, num_workers: int
+) -> tuple[list[list[int]], list[int]]:
+    """Bounds of each sequence's pieces and the worker of each piece: shares equal to a block."""
+    bounds = list(accumulate(blocks, initial=0))
+    ends = [(worker + 1) * bounds[-1] // num_workers for worker in range(num_workers)]
     cuts: list[list[int]] = []
     owners: list[int] = []
     for length, (first, stop) in zip(lengths, pairwise(bounds), strict=True):
@@ -84,7 +110,7 @@ def balanced_plan(
         inner = ends[worker : bisect_left(ends, stop)]
         cuts.append([0, *((end - first) * block_keys for end in inner), length])
         owners.extend(range(worker, worker + len(inner) + 1))
-    return _assemble(cuts, owners, adds_window, num_workers)
+    return cuts, owners
 
 
 def fixed_plan(
@@ -96,14 +122,12 @@ def fixed_plan(
     """
     cuts = [[*range(0, max(length, 1), split_keys), length] for length in lengths]
     num_pieces = sum(len(cut) - 1 for cut in cuts)
-    return _assemble(cuts, list(range(num_pieces)), adds_window, num_pieces)
+    return _assemble(cuts, list(range(num_pieces)), adds_window)
 
 
-def _assemble(
-    cuts: list[list[int]], owners: list[int], adds_window: Sequence[bool], num_workers: int
-) -> SplitPlan:
+def _assemble(cuts: list[list[int]], owners: list[int], adds_window: Sequence[bool]) -> SplitPlan:
     """cuts: of each sequence the bounds of its pieces; owners: worker of each piece, in order."""
-    shares: list[list[Piece]] = [[] for _ in range(num_workers)]
+    shares: list[list[Piece]] = [[] for _ in range(max(owners, default=-1) + 1)]
     keyless: list[Piece] = []
     slot_starts = [0]
     remaining = iter(owners)
@@ -117,13 +141,10 @@ def _assemble(
             owner = next(remaining)
             share = shares[owner] if end > start else keyless
             share.append((sequence, start, end, slot, window))
-    shares += [
-        keyless[i : i + _KEYLESS_PIECES] for i in range(0, len(keyless), _KEYLESS_PIECES)
-    ]
+    shares += [keyless[i : i + _KEYLESS_PIECES] for i in range(0, len(keyless), _KEYLESS_PIECES)]
     shares = [share for share in shares if share]
     return SplitPlan(
         pieces=tuple(piece for share in shares for piece in share),
         worker_pieces=tuple(accumulate((len(share) for share in shares), initial=0)),
         slot_starts=tuple(slot_starts),
     )
-

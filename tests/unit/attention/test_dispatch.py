@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import replace
 
 import pytest
@@ -47,6 +48,11 @@ def test_names_of_the_options_are_their_keys():
     assert all(options[key]().name == key for options in (BACKENDS, EXCHANGES) for key in options)
 
 
+TRITON_ABSENT = (
+    [] if importlib.util.find_spec("triton") else ["backend triton: triton is not installed"]
+)
+
+
 def test_every_reason_is_reported_at_once():
     needs = replace(
         GQA,
@@ -65,6 +71,14 @@ def test_every_reason_is_reported_at_once():
         "'broadcast'",
         "'tree'",
         "['beam']",
+        "backend triton: device 'cpu' is not cuda",
+        *(
+            []
+            if importlib.util.find_spec("triton")
+            else ["backend triton: triton is not installed"]
+        ),
+        "backend triton: dtype torch.float64",
+        "backend triton: KV dtype torch.float32 differs",
         "backend torch: dtype torch.float64",
         "backend torch: KV dtype torch.float32 differs",
         "exchange 'fused' is not one of a2a, ag_rs or auto",
@@ -76,7 +90,7 @@ def test_every_reason_is_reported_at_once():
 
 
 def test_a_refusal_is_a_value_error():
-    with pytest.raises(ValueError, match="backend 'flash' is not one of torch or auto"):
+    with pytest.raises(ValueError, match="backend 'flash' is not one of triton, torch or auto"):
         choose(GQA, backend="flash")
 
 

@@ -1,0 +1,663 @@
+# mypy: ignore-errors
+"""Gluon kernel for Hopper: paged split-KV MLA decode and verify in 16-bit types.
+
+The same work, plan and results as triton_kernels.split_attention with IS_MLA, for tiles of 64 keys
+and warpgroup matrix instructions. Written in Gluon because the order matters here: the next tile's
+copy must be under way while this tile is computed, also from one piece to the next, which Triton's
+pipeliner does not do for two buffers. A tile is copied once and is both key and value.
+"""
+
+from __future__ import annotations
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+BLOCK_KEYS = 64
+
+# Renamed in Triton 3.7.
+block_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+
+# Fields of a piece and of a worker's record, see split_plan.
+_PIECE = gl.constexpr(5)
+_WORKER = gl.constexpr(8)
+
+_LN2 = gl.constexpr(0.6931471805599453)
+
+
+@gluon.jit
+def _copy_rows(
+    latent_smem,
+    pe_smem,
+    base,  # pointer that rows count from
+    rows,  # [KEYS] row of each key, in the layout of the latent copy
+    pe_rows,  # the same in the layout of the rope copy
+    is_key,
+    is_pe_key,
+    STRIDE: gl.constexpr,
+    DIM: gl.constexpr,
+    PE: gl.constexpr,
+    LATENT_COPY: gl.constexpr,
+    PE_COPY: gl.constexpr,
+):
+    """Start copying rows to shared memory and commit; rows that are not keys become zero."""
+    dim = gl.arange(0, DIM, layout=gl.SliceLayout(0, LATENT_COPY))
+    pe = gl.arange(0, PE, layout=gl.SliceLayout(0, PE_COPY))
+    offsets = (rows * STRIDE)[:, None] + dim[None, :]
+    async_copy.async_copy_global_to_shared(latent_smem, base + offsets, mask=is_key[:, None])
+    pe_offsets = (pe_rows * STRIDE)[:, None] + (DIM + pe)[None, :]
+    async_copy.async_copy_global_to_shared(pe_smem, base + pe_offsets, mask=is_pe_key[:, None])
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _copy_tile(
+    latent_smem,
+    pe_smem,
+    barrier,
+    latent_ptr,
+    latent_desc,
+    pe_desc,
+    page,
+    pe_page,
+    tile,
+    end,
+    key,
+    pe_key,
+    TMA: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+    BLOCK_KEYS: gl.constexpr,
+    STRIDE: gl.constexpr,
+    DIM: gl.constexpr,
+    PE: gl.constexpr,
+    LATENT_COPY: gl.constexpr,
+    PE_COPY: gl.constexpr,
+):
+    """Start the copy of the keys from `tile` on. With TMA those from `end` on are copied too."""
+    if TMA:
+        row = page * PAGE_SIZE + tile % PAGE_SIZE
+        is_tile = tile < end
+        nbytes: gl.constexpr = latent_desc.block_type.nbytes + pe_desc.block_type.nbytes
+        mbarrier.expect(barrier, nbytes, pred=is_tile)
+        tma.async_copy_global_to_shared(latent_desc, [row, 0], barrier, latent_smem, pred=is_tile)
+        tma.async_copy_global_to_shared(pe_desc, [row, DIM], barrier, pe_smem, pred=is_tile)
+    else:
+        if PAGE_SIZE % BLOCK_KEYS == 0:
+            base = latent_ptr + (page.to(gl.int64) * PAGE_SIZE + tile % PAGE_SIZE) * STRIDE
+            rows = key
+            pe_rows = pe_key
+        else:
+            base = latent_ptr
+            rows = page.to(gl.int64) * PAGE_SIZE + (tile + key) % PAGE_SIZE
+            pe_rows = pe_page.to(gl.int64) * PAGE_SIZE + (tile + pe_key) % PAGE_SIZE
+        _copy_rows(
+            latent_smem,
+            pe_smem,
+            base,
+            rows,
+            pe_rows,
+            tile + key < end,
+            tile + pe_key < end,
+            STRIDE,
+            DIM,
+            PE,
+            LATENT_COPY,
+            PE_COPY,
+        )
+
+
+@gluon.jit
+def _load_pages(table, tile, end, key, pe_key, PAGE_SIZE: gl.constexpr, BLOCK_KEYS: gl.constexpr):
+    """Pages of a tile's keys: one, or one a key for each of the two copies."""
+    if PAGE_SIZE % BLOCK_KEYS == 0:
+        page = gl.load(table + tile // PAGE_SIZE, mask=tile < end, other=0)
+        return page, page
+    else:
+        page = gl.load(table + (tile + key) // PAGE_SIZE, mask=tile + key < end, other=0)
+        pe_page = gl.load(table + (tile + pe_key) // PAGE_SIZE, mask=tile + pe_key < end, other=0)
+        return page, pe_page
+
+
+@gluon.jit
+def _load_piece(pieces_ptr, piece, end_piece):
+    """Sequence, first key, end of keys and slot of a piece; without keys past the last piece."""
+    fields = pieces_ptr + piece * _PIECE
+    is_piece = piece < end_piece
+    sequence = gl.load(fields, mask=is_piece, other=0)
+    start = gl.load(fields + 1, mask=is_piece, other=0)
+    end = gl.load(fields + 2, mask=is_piece, other=0)
+    slot = gl.load(fields + 3, mask=is_piece, other=0)
+    return sequence, start, end, slot
+
+
+@gluon.jit
+def _copy_ahead(
+    latent_smem,
+    pe_smem,
+    barrier,
+    latent_ptr,
+    latent_desc,
+    pe_desc,
+    page_table_ptr,
+    page_table_stride,
+    pieces_ptr,
+    end_piece,
+    table,
+    tile,
+    end,
+    piece,
+    page,
+    pe_page,
+    after_sequence,
+    after_start,
+    after_end,
+    key,
+    pe_key,
+    TMA: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+    BLOCK_KEYS: gl.constexpr,
+    STRIDE: gl.constexpr,
+    DIM: gl.constexpr,
+    PE: gl.constexpr,
+    LATENT_COPY: gl.constexpr,
+    PE_COPY: gl.constexpr,
+):
+    """Start the copy of `tile` of `piece`, go on to the next tile and load its page.
+
+    after_*: the piece after `piece`. Returns table, tile, end, piece, page, pe_page and after_*.
+    """
+    _copy_tile(
+        latent_smem,
+        pe_smem,
+        barrier,
+        latent_ptr,
+        latent_desc,
+        pe_desc,
+        page,
+        pe_page,
+        tile,
+        end,
+        key,
+        pe_key,
+        TMA,
+        PAGE_SIZE,
+        BLOCK_KEYS,
+        STRIDE,
+        DIM,
+        PE,
+        LATENT_COPY,
+        PE_COPY,
+    )
+    tile += BLOCK_KEYS
+    if tile >= end:
+        piece += 1
+        table = page_table_ptr + after_sequence.to(gl.int64) * page_table_stride
+        tile = after_start
+        end = after_end
+        after_sequence, after_start, after_end, _ = _load_piece(pieces_ptr, piece + 1, end_piece)
+    page, pe_page = _load_pages(table, tile, end, key, pe_key, PAGE_SIZE, BLOCK_KEYS)
+    return table, tile, end, piece, page, pe_page, after_sequence, after_start, after_end
+
+
+@gluon.jit
+def _zero_rows(
+    latent_smem, num_rows, DIM: gl.constexpr, BLOCK_KEYS: gl.constexpr, COPY: gl.constexpr
+):
+    """Overwrite the rows from num_rows on: whatever the pool holds there must not be a value."""
+    row = gl.arange(0, BLOCK_KEYS, layout=gl.SliceLayout(1, COPY))
+    for part in gl.static_range(DIM // 64):
+        columns = latent_smem.slice(part * 64, 64, dim=1)
+        values = columns.load(COPY)
+        columns.store(gl.where((row < num_rows)[:, None], values, gl.zeros_like(values)))
+
+
+@gluon.jit
+def _start_scores(
+    q_smem,
+    q_pe_smem,
+    latent,
+    k_pe,
+    SWAP: gl.constexpr,
+    SHAPE: gl.constexpr,
+    SCORES: gl.constexpr,
+):
+    """Start the products of rows and keys; they are in registers after warpgroup_mma_wait."""
+    scores = gl.zeros(SHAPE, gl.float32, SCORES)
+    if SWAP:
+        scores = warpgroup_mma(latent, q_smem.permute((1, 0)), scores, use_acc=False, is_async=True)
+        scores = warpgroup_mma(k_pe, q_pe_smem.permute((1, 0)), scores, is_async=True)
+    else:
+        scores = warpgroup_mma(q_smem, latent.permute((1, 0)), scores, use_acc=False, is_async=True)
+        scores = warpgroup_mma(q_pe_smem, k_pe.permute((1, 0)), scores, is_async=True)
+    return scores
+
+
+@gluon.jit
+def _accumulate(
+    scores,
+    latent,
+    weights_smem,
+    visible,  # bool, broadcastable to the scores
+    qk_scale,
+    top,
+    total,  # partial sums, as wide as the scores
+    acc,
+    SWAP: gl.constexpr,
+    ACC: gl.constexpr,
+):
+    """Online softmax over one tile. Every row sees a key in its first tile."""
+    AXIS: gl.constexpr = 0 if SWAP else 1
+    scores = gl.where(visible, scores, float("-inf"))
+    new_top = gl.maximum(top, gl.max(scores, AXIS) * qk_scale)
+    shrink = gl.exp2(top - new_top)
+    weights = gl.exp2(scores * qk_scale - gl.expand_dims(new_top, AXIS))
+    total = total * gl.expand_dims(shrink, AXIS) + weights
+    weights_smem.store(weights.to(weights_smem.dtype))
+    fence_async_shared()
+    shrink_acc = gl.convert_layout(shrink, gl.SliceLayout(AXIS, ACC), assert_trivial=True)
+    acc = acc * gl.expand_dims(shrink_acc, AXIS)
+    block_barrier()
+    if SWAP:
+        acc = warpgroup_mma(latent.permute((1, 0)), weights_smem, acc, is_async=True)
+    else:
+        acc = warpgroup_mma(weights_smem, latent, acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    return new_top, total, acc
+
+
+@gluon.jit
+def split_mla(
+    q_ptr,  # [B*w, H, DIM + PE]
+    latent_ptr,  # [rows, DIM + PE]
+    latent_desc,  # TMA descriptors of the same with blocks of [64, DIM] and [64, PE]; TMA only
+    pe_desc,
+    window_ptr,  # [B*w, DIM + PE]
+    out_ptr,  # [B*w, H, DIM]
+    lse_ptr,  # [B*w, H] float32
+    part_out_ptr,  # [slots, w, H, DIM] float32
+    part_lse_ptr,  # [slots, w, H] float32
+    page_table_ptr,  # [B, max_pages] int32
+    workers_ptr,  # [workers, 8] int32, see split_plan
+    pieces_ptr,  # [pieces, 5] int32, see split_plan
+    qk_scale,
+    page_table_stride,
+    NUM_HEADS: gl.constexpr,
+    WINDOW: gl.constexpr,
+    HAS_WINDOW: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+    DIM: gl.constexpr,
+    PE: gl.constexpr,
+    SWAP: gl.constexpr,
+    BLOCK_ROWS: gl.constexpr,
+    TMA: gl.constexpr,
+    PRODUCT_FIRST: gl.constexpr,
+    PDL: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    """One program: a block of BLOCK_ROWS (query, head) rows over the pieces of one worker.
+
+    Grid: (blocks of rows, workers). The copies run one tile ahead of the products through all
+    pieces of the worker: `ahead_*` is the tile to copy next, whose page has been loaded already.
+    A worker's pieces either all have keys or none has.
+    """
+    BLOCK_KEYS: gl.constexpr = 64
+    STRIDE: gl.constexpr = DIM + PE
+    NUM_ROWS: gl.constexpr = WINDOW * NUM_HEADS
+    PE_LANES: gl.constexpr = PE // 8
+    DIM_LANES: gl.constexpr = 32 if DIM // 8 > 32 else DIM // 8
+    LATENT_COPY: gl.constexpr = gl.BlockedLayout(
+        [1, 8], [32 // DIM_LANES, DIM_LANES], [num_warps, 1], [1, 0]
+    )
+    PE_COPY: gl.constexpr = gl.BlockedLayout(
+        [1, 8], [32 // PE_LANES, PE_LANES], [num_warps, 1], [1, 0]
+    )
+    ZERO_COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [num_warps, 1], [1, 0])
+    if SWAP:
+        SCORES: gl.constexpr = gl.NVMMADistributedLayout(
+            [3, 0], [num_warps, 1], [16, BLOCK_ROWS, 16]
+        )
+        ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_ROWS, 16])
+        AXIS: gl.constexpr = 0
+        SCORES_SHAPE: gl.constexpr = [BLOCK_KEYS, BLOCK_ROWS]
+        ACC_SHAPE: gl.constexpr = [DIM, BLOCK_ROWS]
+    else:
+        SIDES: gl.constexpr = num_warps // 4
+        SCORES: gl.constexpr = gl.NVMMADistributedLayout(
+            [3, 0], [4, SIDES], [16, BLOCK_KEYS // SIDES, 16]
+        )
+        ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, SIDES], [16, DIM // SIDES, 16])
+        AXIS: gl.constexpr = 1
+        SCORES_SHAPE: gl.constexpr = [BLOCK_ROWS, BLOCK_KEYS]
+        ACC_SHAPE: gl.constexpr = [BLOCK_ROWS, DIM]
+    AXIS_ROWS: gl.constexpr = 1 - AXIS
+    dtype: gl.constexpr = q_ptr.dtype.element_ty
+    LATENT_SMEM: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_KEYS, DIM], dtype)
+    PE_SMEM: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_KEYS, PE], dtype)
+    WEIGHTS_SMEM: gl.constexpr = gl.NVMMASharedLayout.get_default_for(SCORES_SHAPE, dtype)
+    latent_smem = gl.allocate_shared_memory(dtype, [2, BLOCK_KEYS, DIM], LATENT_SMEM)
+    pe_smem = gl.allocate_shared_memory(dtype, [2, BLOCK_KEYS, PE], PE_SMEM)
+    q_smem = gl.allocate_shared_memory(dtype, [BLOCK_ROWS, DIM], LATENT_SMEM)
+    q_pe_smem = gl.allocate_shared_memory(dtype, [BLOCK_ROWS, PE], PE_SMEM)
+    weights_smem = gl.allocate_shared_memory(dtype, SCORES_SHAPE, WEIGHTS_SMEM)
+    barriers = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    if TMA:
+        for i in gl.static_range(2):
+            mbarrier.init(barriers.index(i), count=1)
+        fence_async_shared()
+        block_barrier()
+
+    first_row = gl.program_id(0) * BLOCK_ROWS
+    key = gl.arange(0, BLOCK_KEYS, layout=gl.SliceLayout(1, LATENT_COPY))
+    pe_key = gl.arange(0, BLOCK_KEYS, layout=gl.SliceLayout(1, PE_COPY))
+    q_row = first_row + gl.arange(0, BLOCK_ROWS, layout=gl.SliceLayout(1, LATENT_COPY))
+    q_pe_row = first_row + gl.arange(0, BLOCK_ROWS, layout=gl.SliceLayout(1, PE_COPY))
+    scores_key = gl.arange(0, BLOCK_KEYS, layout=gl.SliceLayout(AXIS_ROWS, SCORES))
+    scores_row = first_row + gl.arange(0, BLOCK_ROWS, layout=gl.SliceLayout(AXIS, SCORES))
+    acc_row = first_row + gl.arange(0, BLOCK_ROWS, layout=gl.SliceLayout(AXIS, ACC))
+    acc_dim = gl.arange(0, DIM, layout=gl.SliceLayout(AXIS_ROWS, ACC))
+
+    worker = workers_ptr + gl.program_id(1) * _WORKER
+    first_piece = gl.load(worker)
+    end_piece = gl.load(worker + 1)
+    ahead_table = page_table_ptr + gl.load(worker + 2).to(gl.int64) * page_table_stride
+    ahead_tile = gl.load(worker + 3)
+    ahead_end = gl.load(worker + 4)
+    ahead_piece = first_piece
+    if PAGE_SIZE % BLOCK_KEYS == 0:
+        page = gl.load(worker + 5)
+        pe_page = page
+    else:
+        page, pe_page = _load_pages(
+            ahead_table, ahead_tile, ahead_end, key, pe_key, PAGE_SIZE, BLOCK_KEYS
+        )
+    if PDL:
+        # What follows reads what kernels before this one have written.
+        gl.inline_asm_elementwise(
+            "griddepcontrol.wait; // $0", "=r", [], gl.int32, is_pure=False, pack=1
+        )
+        gl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, is_pure=False, pack=1
+        )
+    # What the copies go on with after the piece that they are in.
+    after_sequence, after_start, after_end, _ = _load_piece(pieces_ptr, first_piece + 1, end_piece)
+    (
+        ahead_table,
+        ahead_tile,
+        ahead_end,
+        ahead_piece,
+        page,
+        pe_page,
+        after_sequence,
+        after_start,
+        after_end,
+    ) = _copy_ahead(
+        latent_smem.index(0),
+        pe_smem.index(0),
+        barriers.index(0),
+        latent_ptr,
+        latent_desc,
+        pe_desc,
+        page_table_ptr,
+        page_table_stride,
+        pieces_ptr,
+        end_piece,
+        ahead_table,
+        ahead_tile,
+        ahead_end,
+        ahead_piece,
+        page,
+        pe_page,
+        after_sequence,
+        after_start,
+        after_end,
+        key,
+        pe_key,
+        TMA,
+        PAGE_SIZE,
+        BLOCK_KEYS,
+        STRIDE,
+        DIM,
+        PE,
+        LATENT_COPY,
+        PE_COPY,
+    )
+
+    num_tiles = 0
+    for piece in range(first_piece, end_piece):
+        # Loaded again and not carried: Triton 3.6 loses a carried lower bound of an inner loop.
+        sequence, start, end, slot = _load_piece(pieces_ptr, piece, end_piece)
+        # The last tile's readers of q must be done.
+        block_barrier()
+        _copy_rows(
+            q_smem,
+            q_pe_smem,
+            q_ptr + sequence.to(gl.int64) * (NUM_ROWS * STRIDE),
+            q_row,
+            q_pe_row,
+            q_row < NUM_ROWS,
+            q_pe_row < NUM_ROWS,
+            STRIDE,
+            DIM,
+            PE,
+            LATENT_COPY,
+            PE_COPY,
+        )
+        top = gl.full([BLOCK_ROWS], float("-inf"), gl.float32, gl.SliceLayout(AXIS, SCORES))
+        total = gl.zeros(SCORES_SHAPE, gl.float32, SCORES)
+        acc = gl.zeros(ACC_SHAPE, gl.float32, ACC)
+        async_copy.wait_group(0)
+        fence_async_shared()
+        block_barrier()
+
+        for tile in range(start, end, BLOCK_KEYS):
+            buffer = num_tiles % 2
+            latent = latent_smem.index(buffer)
+            k_pe = pe_smem.index(buffer)
+            if not PRODUCT_FIRST:
+                # All warps are done with the other buffer.
+                block_barrier()
+                (
+                    ahead_table,
+                    ahead_tile,
+                    ahead_end,
+                    ahead_piece,
+                    page,
+                    pe_page,
+                    after_sequence,
+                    after_start,
+                    after_end,
+                ) = _copy_ahead(
+                    latent_smem.index(1 - buffer),
+                    pe_smem.index(1 - buffer),
+                    barriers.index(1 - buffer),
+                    latent_ptr,
+                    latent_desc,
+                    pe_desc,
+                    page_table_ptr,
+                    page_table_stride,
+                    pieces_ptr,
+                    end_piece,
+                    ahead_table,
+                    ahead_tile,
+                    ahead_end,
+                    ahead_piece,
+                    page,
+                    pe_page,
+                    after_sequence,
+                    after_start,
+                    after_end,
+                    key,
+                    pe_key,
+                    TMA,
+                    PAGE_SIZE,
+                    BLOCK_KEYS,
+                    STRIDE,
+                    DIM,
+                    PE,
+                    LATENT_COPY,
+                    PE_COPY,
+                )
+            if TMA:
+                mbarrier.wait(barriers.index(buffer), num_tiles // 2 % 2)
+                if tile + BLOCK_KEYS > end:
+                    _zero_rows(latent, end - tile, DIM, BLOCK_KEYS, ZERO_COPY)
+                    fence_async_shared()
+                    block_barrier()
+            else:
+                async_copy.wait_group(0 if PRODUCT_FIRST else 1)
+                fence_async_shared()
+                block_barrier()
+            scores = _start_scores(q_smem, q_pe_smem, latent, k_pe, SWAP, SCORES_SHAPE, SCORES)
+            if PRODUCT_FIRST:
+                # All warps are done with the other buffer.
+                block_barrier()
+                (
+                    ahead_table,
+                    ahead_tile,
+                    ahead_end,
+                    ahead_piece,
+                    page,
+                    pe_page,
+                    after_sequence,
+                    after_start,
+                    after_end,
+                ) = _copy_ahead(
+                    latent_smem.index(1 - buffer),
+                    pe_smem.index(1 - buffer),
+                    barriers.index(1 - buffer),
+                    latent_ptr,
+                    latent_desc,
+                    pe_desc,
+                    page_table_ptr,
+                    page_table_stride,
+                    pieces_ptr,
+                    end_piece,
+                    ahead_table,
+                    ahead_tile,
+                    ahead_end,
+                    ahead_piece,
+                    page,
+                    pe_page,
+                    after_sequence,
+                    after_start,
+                    after_end,
+                    key,
+                    pe_key,
+                    TMA,
+                    PAGE_SIZE,
+                    BLOCK_KEYS,
+                    STRIDE,
+                    DIM,
+                    PE,
+                    LATENT_COPY,
+                    PE_COPY,
+                )
+            scores = warpgroup_mma_wait(0, deps=[scores])
+            top, total, acc = _accumulate(
+                scores,
+                latent,
+                weights_smem,
+                gl.expand_dims(tile + scores_key < end, AXIS_ROWS),
+                qk_scale,
+                top,
+                total,
+                acc,
+                SWAP,
+                ACC,
+            )
+            num_tiles += 1
+
+        if HAS_WINDOW:  # noqa: SIM102 - compiled away, so it cannot be joined with a value
+            if gl.load(pieces_ptr + piece * _PIECE + 4) > 0:
+                # The other buffer already holds, or awaits, the next piece's first tile.
+                buffer = 1 - num_tiles % 2
+                block_barrier()
+                _copy_rows(
+                    latent_smem.index(buffer),
+                    pe_smem.index(buffer),
+                    window_ptr + sequence.to(gl.int64) * (WINDOW * STRIDE),
+                    key,
+                    pe_key,
+                    key < WINDOW,
+                    pe_key < WINDOW,
+                    STRIDE,
+                    DIM,
+                    PE,
+                    LATENT_COPY,
+                    PE_COPY,
+                )
+                async_copy.wait_group(0)
+                fence_async_shared()
+                block_barrier()
+                visible = gl.expand_dims(scores_key < WINDOW, AXIS_ROWS)
+                if CAUSAL:
+                    seen_until = gl.expand_dims(scores_row // NUM_HEADS, AXIS)
+                    visible = visible & (gl.expand_dims(scores_key, AXIS_ROWS) <= seen_until)
+                scores = _start_scores(
+                    q_smem,
+                    q_pe_smem,
+                    latent_smem.index(buffer),
+                    pe_smem.index(buffer),
+                    SWAP,
+                    SCORES_SHAPE,
+                    SCORES,
+                )
+                scores = warpgroup_mma_wait(0, deps=[scores])
+                top, total, acc = _accumulate(
+                    scores,
+                    latent_smem.index(buffer),
+                    weights_smem,
+                    visible,
+                    qk_scale,
+                    top,
+                    total,
+                    acc,
+                    SWAP,
+                    ACC,
+                )
+
+        row_total = gl.sum(total, AXIS)
+        has_keys = row_total > 0
+        share = gl.where(has_keys, 1.0 / row_total, 0.0)
+        lse = gl.where(has_keys, top * _LN2 + gl.log(row_total), float("-inf"))
+        # A row whose scores are NaN must not pass for one without keys.
+        share = gl.where(row_total == row_total, share, row_total)
+        lse = gl.where(row_total == row_total, lse, row_total)
+        share = gl.convert_layout(share, gl.SliceLayout(AXIS, ACC), assert_trivial=True)
+        out = acc * gl.expand_dims(share, AXIS)
+        owner = gl.where(slot < 0, sequence, slot).to(gl.int64) * NUM_ROWS
+        offsets = gl.expand_dims(acc_row * DIM, AXIS) + gl.expand_dims(acc_dim, AXIS_ROWS)
+        is_out = gl.expand_dims(acc_row < NUM_ROWS, AXIS)
+        is_row = scores_row < NUM_ROWS
+        if slot < 0:
+            gl.store(out_ptr + owner * DIM + offsets, out.to(dtype), mask=is_out)
+            gl.store(lse_ptr + owner + scores_row, lse, mask=is_row)
+        else:
+            gl.store(part_out_ptr + owner * DIM + offsets, out, mask=is_out)
+            gl.store(part_lse_ptr + owner + scores_row, lse, mask=is_row)
+    # No copy may land after the program's shared memory has been given to another.
+    async_copy.wait_group(0)
+
+
+def descriptors(latent: torch.Tensor, dim: int, pe: int) -> tuple[TensorDescriptor, ...]:
+    """Descriptors for the copy engine of a pool [N, P, dim + pe] without gaps between rows."""
+    pool = latent.view(-1, dim + pe)
+    dtype = gl.bfloat16 if latent.dtype == torch.bfloat16 else gl.float16
+    return tuple(
+        TensorDescriptor.from_tensor(
+            pool,
+            [BLOCK_KEYS, width],
+            gl.NVMMASharedLayout.get_default_for([BLOCK_KEYS, width], dtype),
+        )
+        for width in (dim, pe)
+    )

@@ -1,0 +1,91 @@
+"""Launch shapes of the triton kernels, from measurements on H200."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchShape:
+    """How the split kernel is launched.
+
+    gluon: the Hopper kernel of gluon_mla_kernel instead of the portable one; tiles of 64 keys.
+    product_first: with gluon, start a tile's first product before the next tile's copy: better
+        where products and not memory are waited for.
+    swap: computes scores as keys x rows, so that few rows still fill a tensor core instruction.
+    block_rows: rows (query of the window, query head) of a program.
+    block_keys: keys of a tile. num_warps, num_stages: as in Triton.
+    programs_per_sm: programs that share an SM; the plan deals the keys to that many.
+    min_blocks: fewest blocks of 64 keys for which a program is worth starting.
+    """
+
+    swap: bool
+    block_rows: int
+    num_warps: int
+    block_keys: int = 64
+    num_stages: int = 2
+    gluon: bool = False
+    product_first: bool = False
+    programs_per_sm: int = 1
+    min_blocks: int = 1
+
+
+def launch_shape(
+    *, is_mla: bool, rows: int, keys: int, dim: int, itemsize: int, has_gluon: bool
+) -> LaunchShape:
+    """The shape for `rows` rows a KV head, value width `dim` and KV elements of `itemsize` bytes.
+
+    keys: of all sequences of the batch together. has_gluon: whether gluon_mla_kernel can serve
+    the call.
+    """
+    if itemsize > 2:
+        return LaunchShape(swap=False, block_rows=16, block_keys=16, num_warps=4)
+    if not is_mla:
+        return _gqa_shape(rows, dim)
+    return _gluon_shape(rows, keys) if has_gluon else _mla_shape(rows)
+
+
+def _gluon_shape(rows: int, keys: int) -> LaunchShape:
+    # A second block of keys costs less than one more partial result where rows are many.
+    if rows <= 16:
+        return LaunchShape(gluon=True, swap=True, block_rows=16, num_warps=4)
+    if rows <= 32:
+        return LaunchShape(gluon=True, swap=True, block_rows=32, num_warps=4, min_blocks=2)
+    # Short pieces and a single block of rows wait for memory.
+    return LaunchShape(
+        gluon=True,
+        product_first=rows > 64 or keys >= 256 << 10,
+        swap=False,
+        block_rows=64,
+        num_warps=8,
+        min_blocks=4,
+    )
+
+
+def _mla_shape(rows: int) -> LaunchShape:
+    if rows <= 16:
+        return LaunchShape(swap=False, block_rows=16, block_keys=32, num_warps=4, num_stages=5)
+    return LaunchShape(swap=False, block_rows=32, block_keys=32, num_warps=8)
+
+
+def _gqa_shape(rows: int, dim: int) -> LaunchShape:
+    if rows > 16:
+        return LaunchShape(
+            swap=False,
+            block_rows=32 if rows <= 32 else 64,
+            block_keys=64 if dim <= 128 else 32,
+            num_warps=4,
+            num_stages=3,
+            programs_per_sm=2,
+        )
+    if dim > 128:
+        return LaunchShape(
+            swap=False, block_rows=16, block_keys=32, num_warps=4, num_stages=3, programs_per_sm=2
+        )
+    if dim > 64:
+        return LaunchShape(
+            swap=False, block_rows=16, block_keys=64, num_warps=4, num_stages=5, programs_per_sm=2
+        )
+    return LaunchShape(
+        swap=False, block_rows=16, block_keys=32, num_warps=2, num_stages=6, programs_per_sm=6
+    )
