@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from attention.interface import Group
-from kvbraid.engine.communicator import make_groups
+from kvbraid.engine.communicator import RankGroups, make_groups
 from kvbraid.engine.engine import Engine, follow
 from kvbraid.engine.events import EngineEvent, RequestFailed, StepReport, TokensReady
 from kvbraid.engine.model_runner import ModelRunner
@@ -176,8 +176,7 @@ class _Rank:
     context: RankContext
     path: str
     dcp_size: int
-    tp: Group
-    dcp: Group
+    groups: RankGroups
     channel: StepChannel
     models: dict[str, CausalLM] = field(default_factory=dict)
 
@@ -189,13 +188,12 @@ class _Rank:
         if case.q_mode not in self.models:
             heads = layout.heads(self.context.rank)
             self.models[case.q_mode] = load_model(
-                self.path, parallel=ParallelContext(heads, self.tp, case.q_mode)
+                self.path, parallel=ParallelContext(heads, self.groups.tp, case.q_mode)
             )
         return build_rank(
             settings=settings,
             context=self.context,
-            tp_group=self.tp,
-            dcp_group=self.dcp,
+            groups=self.groups,
             config=config,
             layout=layout,
             max_model_len=case.max_model_len,
@@ -233,7 +231,7 @@ def _rank_main(
 ) -> None:
     torch.set_num_threads(1)
     groups = make_groups(communicator, context, tp_size=context.world_size, dcp_size=dcp_size)
-    rank = _Rank(context, path, dcp_size, groups.tp, groups.dcp, make_step_channel(context))
+    rank = _Rank(context, path, dcp_size, groups, make_step_channel(context))
     if pipe is None:
         while (case := _from_words(rank.channel.receive(lambda: None))) is not None:
             built = rank.build(case)
@@ -247,7 +245,7 @@ def _rank_main(
 
 def _executor(rank: _Rank, built: BuiltRank, case: Case) -> Any:
     if case.record_logits:
-        built.executor.runner = RecordingRunner(built.runner, rank.tp)
+        built.executor.runner = RecordingRunner(built.runner, rank.groups.tp)
     return built.executor
 
 

@@ -63,7 +63,9 @@ def attend_causal(q: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: fl
                 q[..., start:stop, :],
                 key[..., :visible, :],
                 value[..., :visible, :],
-                attn_mask=corner.to(q.dtype),
+                # GPU kernels read the mask in aligned vectors: a slice that begins anywhere will
+                # not do ("misaligned address"), a copy does.
+                attn_mask=corner.to(q.dtype, copy=q.device.type != "cpu"),
                 scale=scale,
             )
         )

@@ -16,10 +16,14 @@ KINDS = ("shared_memory", "gloo", "nccl")
 
 
 class RankGroups(NamedTuple):
-    """The groups of one rank. dcp is `tp` itself where they have the same ranks."""
+    """The groups of one rank. dcp is `tp` itself where they have the same ranks.
+
+    control has the ranks of `tp` and takes CPU tensors; it is `tp` itself unless that is NCCL's.
+    """
 
     tp: Group
     dcp: Group
+    control: Group
 
 
 class SingleGroup:
@@ -83,10 +87,17 @@ def make_groups(
     if dcp_size < 1 or tp_size % dcp_size:
         raise ConfigError(f"dcp_size {dcp_size} must be >= 1 and divide tp_size {tp_size}")
     if tp_size == 1:
-        return RankGroups(SingleGroup(), SingleGroup())
+        return RankGroups(SingleGroup(), SingleGroup(), SingleGroup())
     if kind == "shared_memory":
         return _shared_memory_groups(context, dcp_size, timeout_s, start_timeout_s, check)
-    return _torch_groups(kind, context, dcp_size, timeout_s, start_timeout_s)
+    groups = _torch_groups(kind, context, dcp_size, timeout_s, start_timeout_s)
+    if kind != "nccl":
+        return groups
+    if context.is_one_host:
+        control = _shared_memory_groups(context, 1, timeout_s, start_timeout_s, check).tp
+    else:
+        control = _torch_groups("gloo", context, 1, timeout_s, start_timeout_s).tp
+    return groups._replace(control=control)
 
 
 def _shared_memory_groups(
@@ -117,10 +128,10 @@ def _shared_memory_groups(
     tp = make("tp", context.rank, context.world_size)
     index, dcp_rank = divmod(context.rank, dcp_size)
     if dcp_size == 1:
-        return RankGroups(tp, SingleGroup())
+        return RankGroups(tp, SingleGroup(), tp)
     if dcp_size == context.world_size:
-        return RankGroups(tp, tp)
-    return RankGroups(tp, make(f"dcp{index}", dcp_rank, dcp_size))
+        return RankGroups(tp, tp, tp)
+    return RankGroups(tp, make(f"dcp{index}", dcp_rank, dcp_size), tp)
 
 
 def _torch_groups(
@@ -140,4 +151,4 @@ def _torch_groups(
             process_group = new_process_group(members, backend=backend, timeout_s=timeout_s)
             if process_group is not None:
                 dcp = TorchGroup(process_group)
-    return RankGroups(tp, dcp)
+    return RankGroups(tp, dcp, tp)

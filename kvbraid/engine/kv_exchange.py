@@ -263,7 +263,7 @@ class KvExchange:
         departure = next(d for d in self._departures.values() if d.transfer_id == transfer_id)
         local = range(heads.start - self._heads.start, heads.stop - self._heads.start)
         packed = self._pool.gather(self._slots(departure.pages, positions), layers, local)
-        return packed.contiguous().view(torch.uint8).numpy().reshape(-1).data
+        return packed.contiguous().cpu().view(torch.uint8).numpy().reshape(-1).data
 
     def _slots(self, pages: NDArray[np.int32], positions: NDArray[np.int32]) -> LogicalSlots:
         return slots_of(pages, positions, self._pool.stripe.logical_page_size)

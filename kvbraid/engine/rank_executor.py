@@ -50,12 +50,12 @@ class RankExecutor:
     """One rank's half of the engine. Only the engine thread calls it; it alone touches the pool."""
 
     def __init__(
-        self, *, runner: ModelRunner, state: RankState, exchange: KvExchange, tp_group: Group
+        self, *, runner: ModelRunner, state: RankState, exchange: KvExchange, control_group: Group
     ) -> None:
         self.runner = runner
         self._state = state
         self._exchange = exchange
-        self._tp_group = tp_group
+        self._control_group = control_group
 
     def execute(self, plan: StepPlan) -> StepOutput:
         """Run one plan. Every rank of the worker executes the same plans in the same order."""
@@ -64,7 +64,7 @@ class RankExecutor:
             self._apply(operation)
         output = self._compute(plan) if plan.has_compute else StepOutput()
         if plan.confirm:
-            self._tp_group.barrier()
+            self._control_group.barrier()
         return replace(
             output,
             progress=self._collect(plan) if plan.collect else None,
@@ -139,5 +139,5 @@ class RankExecutor:
         return self._gather(np.array([pool.count_finite_rows(), pool.num_bytes], dtype=np.int64))
 
     def _gather(self, local: NDArray[np.int64]) -> NDArray[np.int64]:
-        gathered = self._tp_group.all_gather(torch.from_numpy(local))
+        gathered = self._control_group.all_gather(torch.from_numpy(local))
         return gathered.numpy()

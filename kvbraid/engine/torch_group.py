@@ -130,6 +130,7 @@ def connect(backend: str, context: RankContext, timeout_s: float) -> None:
             rank=context.rank,
             world_size=context.world_size,
             timeout=timedelta(seconds=timeout_s),
+            device_id=torch.device("cuda", context.local_rank) if backend == "nccl" else None,
         )
 
 

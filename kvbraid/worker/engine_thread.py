@@ -7,20 +7,25 @@ import logging
 import threading
 from collections.abc import Callable
 
+import torch
+
 logger = logging.getLogger(__name__)
 
 
 class EngineThread:
-    """Runs `body` in a thread of its own.
+    """Runs `body` in a thread of its own, with `device` as its current one.
 
     failure: resolves with a reason when `body` ends by an error; never otherwise.
     finished: resolves when `body` ends in whatever way.
     """
 
-    def __init__(self, body: Callable[[], None], loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, body: Callable[[], None], loop: asyncio.AbstractEventLoop, device: torch.device
+    ) -> None:
         self.failure: asyncio.Future[str] = loop.create_future()
         self.finished: asyncio.Future[None] = loop.create_future()
         self._body = body
+        self._device = device
         self._loop = loop
         # A daemon: a rank that hangs in a collective must not keep the process from ending.
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -32,6 +37,9 @@ class EngineThread:
     def _run(self) -> None:
         reason = ""
         try:
+            if self._device.type == "cuda":
+                # The current device is each thread's own, and kernels are launched on it.
+                torch.cuda.set_device(self._device)
             self._body()
         except Exception as error:
             logger.exception("the engine stopped")

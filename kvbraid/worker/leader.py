@@ -52,8 +52,8 @@ async def lead(rank: Rank, add_services: AddServices) -> int:
         add_info_service(rank.server, WorkerInfoServicer(worker, metrics_endpoint.address))
         await rank.server.start()
         own = rank.ports.endpoint(rank.server.address)
-        issuer.publish(await asyncio.to_thread(gather_endpoints, own, rank.group))
-        thread = EngineThread(engine.run, loop)
+        issuer.publish(await asyncio.to_thread(gather_endpoints, own, rank.control_group))
+        thread = EngineThread(engine.run, loop, rank.built.device)
         thread.finished.add_done_callback(lambda _: worker.streams.end())
         thread.start()
         background = [

@@ -62,7 +62,7 @@ class Rank:
     role: str
     context: RankContext
     communicator: str
-    group: Group
+    control_group: Group
     layout: KvLayout
     max_model_len: int
     vocab_size: int
@@ -93,7 +93,7 @@ async def prepared_rank(
         groups, channel = await asyncio.to_thread(_meet, settings.parallel, context, check)
         shape = await asyncio.to_thread(_shape, settings, context)
         metrics = WorkerMetrics(role)
-        incarnation = await asyncio.to_thread(_agree_on_incarnation, groups.tp)
+        incarnation = await asyncio.to_thread(_agree_on_incarnation, groups.control)
         ports = KvPorts(
             rank=context.rank,
             incarnation=incarnation,
@@ -112,7 +112,7 @@ async def prepared_rank(
             role=role,
             context=context,
             communicator=communicator_kind(context, settings.parallel),
-            group=groups.tp,
+            control_group=groups.control,
             layout=shape.layout,
             max_model_len=shape.max_model_len,
             vocab_size=shape.config.vocab_size,
@@ -173,8 +173,7 @@ def _build(
     return build_rank(
         settings=settings,
         context=context,
-        tp_group=groups.tp,
-        dcp_group=groups.dcp,
+        groups=groups,
         config=shape.config,
         layout=shape.layout,
         max_model_len=shape.max_model_len,

@@ -14,6 +14,7 @@ from attention.dcp import DcpAttention
 from attention.dispatch import AttentionNeeds, UnsupportedCombination, choose
 from attention.interface import GQAGeometry, Group, MLAGeometry
 from attention.layout import HeadLayout, StripeLayout
+from kvbraid.engine.communicator import RankGroups
 from kvbraid.engine.kv_exchange import KvExchange, RowReceiver, RowSender
 from kvbraid.engine.model_runner import ModelRunner
 from kvbraid.engine.rank_executor import RankExecutor
@@ -58,15 +59,15 @@ class BuiltRank:
     state: RankState
     num_pages: int
     backend: str
+    device: torch.device
 
 
 def compute_device(settings: ModelSettings, local_rank: int) -> torch.device:
     """The torch device of a rank: `auto` takes the local rank's GPU when there is one."""
-    if settings.device != "auto":
-        return torch.device(settings.device)
-    if torch.cuda.is_available():
-        return torch.device("cuda", local_rank)
-    return torch.device("cpu")
+    name = settings.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device("cuda", local_rank) if name == "cuda" else torch.device(name)
 
 
 def compute_dtype(settings: ModelSettings, device: torch.device) -> torch.dtype:
@@ -122,8 +123,7 @@ def build_rank(
     *,
     settings: RankSettings,
     context: RankContext,
-    tp_group: Group,
-    dcp_group: Group,
+    groups: RankGroups,
     config: ModelConfig,
     layout: KvLayout,
     max_model_len: int,
@@ -141,16 +141,16 @@ def build_rank(
     heads = layout.heads(context.rank)
     stripe = layout.stripe(context.rank)
     attention, backend = _attention(
-        config, parallel, heads, stripe, dcp_group, dtype, device, observe_exchange
+        config, parallel, heads, stripe, groups.dcp, dtype, device, observe_exchange
     )
     model = model or load_model(
         settings.model.model,
-        parallel=ParallelContext(heads, tp_group, parallel.q_mode),
+        parallel=ParallelContext(heads, groups.tp, parallel.q_mode),
         dtype=dtype,
         device=device,
     )
     spec = _kv_spec(config, layout, context.rank, dtype)
-    num_pages = _agreed_num_pages(settings, spec, stripe, tp_group, max_model_len, device)
+    num_pages = _agreed_num_pages(settings, spec, stripe, groups.control, max_model_len, device)
     pool = StripedPagePool(spec, num_pages, stripe, device)
     if settings.kv.poison_kv:
         pool.fill_nan()
@@ -161,14 +161,16 @@ def build_rank(
         attention=attention,
         pool=pool,
         state=state,
-        tp_group=tp_group,
+        tp_group=groups.tp,
         device=device,
     )
     exchange = KvExchange(
         rank=context.rank, layout=layout, pool=pool, receiver=receiver, sender=sender
     )
-    executor = RankExecutor(runner=runner, state=state, exchange=exchange, tp_group=tp_group)
-    return BuiltRank(executor, pool, runner, state, num_pages, backend)
+    executor = RankExecutor(
+        runner=runner, state=state, exchange=exchange, control_group=groups.control
+    )
+    return BuiltRank(executor, pool, runner, state, num_pages, backend, device)
 
 
 def _attention(
@@ -236,7 +238,7 @@ def _agreed_num_pages(
     settings: RankSettings,
     spec: KvSpec,
     stripe: StripeLayout,
-    tp_group: Group,
+    control_group: Group,
     max_model_len: int,
     device: torch.device,
 ) -> int:
@@ -247,11 +249,11 @@ def _agreed_num_pages(
     page_bytes = spec.num_layers * max(1, spec.num_heads) * spec.row_bytes * stripe.page_size
     budget = free_bytes(device) * kv.kv_memory_fraction
     if device.type == "cpu":
-        budget /= tp_group.size
+        budget /= control_group.size
     fitting = int(budget // page_bytes)
     useful = settings.scheduler.max_num_seqs * -(-max_model_len // stripe.logical_page_size)
     mine = torch.tensor([min(fitting, useful + 1)], dtype=torch.int64)
-    agreed = int(tp_group.all_gather(mine).min())
+    agreed = int(control_group.all_gather(mine).min())
     if agreed < 2:
         raise ConfigError(
             f"kv_memory_fraction {kv.kv_memory_fraction} of {free_bytes(device)} free bytes holds "

@@ -67,8 +67,11 @@ async def _follow(rank: Rank) -> int:
     except StartupError as error:
         # Only this rank's port is taken; the others wait for its endpoint.
         rank.heartbeat.end_worker(str(error))
-    await asyncio.to_thread(gather_endpoints, rank.ports.endpoint(rank.server.address), rank.group)
-    engine = EngineThread(lambda: follow(rank.channel, rank.built.executor), loop)
+    own = rank.ports.endpoint(rank.server.address)
+    await asyncio.to_thread(gather_endpoints, own, rank.control_group)
+    engine = EngineThread(
+        lambda: follow(rank.channel, rank.built.executor), loop, rank.built.device
+    )
     engine.start()
     await engine.finished
     if engine.failure.done():

@@ -16,6 +16,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from kvbraid.engine.communicator import RankGroups
 from kvbraid.engine.model_runner import ModelRunner, WindowedDecode
 from kvbraid.engine.rank_state import RankState
 from kvbraid.engine.ranks import RankContext
@@ -120,8 +121,7 @@ def make_ranks(path: Path, tp_size: int, dcp_size: int, prompt: list[int], lengt
         built = build_rank(
             settings=settings,
             context=RankContext(rank, tp_size, rank, tp_size, "test"),
-            tp_group=groups[rank][0],
-            dcp_group=groups[rank][1],
+            groups=RankGroups(*groups[rank], control=groups[rank][0]),
             config=config,
             layout=layout,
             max_model_len=128,

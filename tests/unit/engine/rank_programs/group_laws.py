@@ -251,9 +251,10 @@ def check_kind(kind: str, context: RankContext) -> None:
         assert groups.dcp is groups.tp
         if size == 4:
             run = dataclasses.replace(context, run_id=context.run_id + "b")
-            tp, dcp = make_groups(kind, run, tp_size=4, dcp_size=2, timeout_s=20)
+            tp, dcp, control = make_groups(kind, run, tp_size=4, dcp_size=2, timeout_s=20)
             mine = torch.tensor([context.rank])
             assert (tp.size, dcp.size, dcp.rank) == (4, 2, context.rank % 2)
+            assert control is tp
             first = context.rank // 2 * 2
             assert dcp.all_gather(mine).flatten().tolist() == [first, first + 1]
             assert tp.all_gather(mine).flatten().tolist() == [0, 1, 2, 3]
