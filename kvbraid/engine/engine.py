@@ -240,7 +240,6 @@ class Engine:
                     key=sequence.request.key,
                     num_bytes=sum(rank.num_bytes for rank in ranks),
                     num_rows=sum(rank.num_rows for rank in ranks),
-                    num_cached_tokens=sequence.num_cached_tokens or 0,
                     queue_s=admitted - sequence.arrived_s,
                     compute_s=computed - admitted,
                     transfer_s=now - computed,

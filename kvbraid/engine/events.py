@@ -39,7 +39,6 @@ class PromptSent:
     key: SequenceKey
     num_bytes: int
     num_rows: int
-    num_cached_tokens: int
     queue_s: float
     compute_s: float
     transfer_s: float
