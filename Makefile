@@ -17,7 +17,10 @@ NAME ?= cpu_decode
 
 BIN := $(VENV)/bin
 # Per checkout: a virtualenv shared by two checkouts serves the one that was set up last.
-READY := $(VENV)/.kvbraid-ready-$(shell printf %s '$(CURDIR)' | cksum | cut -d' ' -f1)
+CHECKOUT := $(shell printf %s '$(CURDIR)' | cksum | cut -d' ' -f1)
+# What running needs, and that with what tests and checks need.
+RUN_READY := $(VENV)/.kvbraid-run-ready-$(CHECKOUT)
+READY := $(VENV)/.kvbraid-ready-$(CHECKOUT)
 # One thread a process: the suite starts many, and more threads than cores only slow each other.
 export OMP_NUM_THREADS ?= 1
 
@@ -31,15 +34,19 @@ setup: $(READY) ## Install the project and its tools (a .venv is made if no virt
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(READY): pyproject.toml | $(BIN)/python
+$(RUN_READY): pyproject.toml | $(BIN)/python
 	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "KVBraid needs Python 3.11 or newer; name one with PYTHON=python3.x" >&2; exit 1; }
 	$(BIN)/python -m pip install --progress-bar on $(TORCH_INDEX) "$(TORCH)"
+	$(BIN)/python -m pip install --quiet -e .
+	touch $@
+
+$(READY): $(RUN_READY)
 	$(BIN)/python -m pip install --quiet -e ".[dev]"
 	touch $@
 
 .PHONY: demo
-demo: $(READY) ## Start all services on this machine, stream an answer from a real model, stop
+demo: $(RUN_READY) ## Start all services on this machine, stream an answer from a real model, stop
 	$(BIN)/kvbraid demo
 
 .PHONY: test

@@ -7,11 +7,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attention.backends.base import AttentionBackend, DecodeKernel, ExtendKernel
-from attention.exchanges.base import Exchange
+from attention.backends.base import (
+    AttentionBackend,
+    CapturableBackend,
+    DecodeCall,
+    DecodeKernel,
+    ExtendKernel,
+)
+from attention.decode_buffers import DecodeBuffers, decode_bounds
+from attention.exchanges.base import Exchange, ExchangeLimits
+from attention.exchanges.combiner import combiner_for
 from attention.exchanges.query import gather_query_heads
 from attention.interface import (
-    AttentionResult,
     DecodeBatch,
     ExtendBatch,
     GQACache,
@@ -23,14 +30,16 @@ from attention.interface import (
 )
 from attention.layout import HeadLayout, StripeLayout
 from attention.prefix import PrefixRows
-from attention.rows import decode_rows, extend_rows, rows_of
+from attention.rows import decode_rows, extend_rows
+from attention.stored_rows import StoredRows
 
 Q_MODES = ("gather", "replicate")
 
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
-    """A planned decode or verify step. Valid until the next plan_decode of the same object."""
+    """A planned decode or verify step. Valid until the next plan_decode of the same object, or into
+    the same buffers."""
 
     kernel: DecodeKernel
     num_tokens: int
@@ -62,10 +71,13 @@ class DcpAttention:
         backend: AttentionBackend,
         exchange: Exchange,
         q_mode: str,
+        limits: ExchangeLimits | None = None,
     ) -> None:
         """q_mode: "gather" (q of the rank's own heads is passed and all-gathered) or "replicate"
-        (q of all heads of the group is passed). Raises ValueError where the layouts and the group
-        disagree."""
+        (q of all heads of the group is passed). limits: what exchanges that own memory (a
+        SplitExchange) are sized for; the others need none. A collective with such an exchange.
+
+        Raises ValueError where the layouts and the group disagree, or limits are missing."""
         _check_ranks(stripe, heads, group)
         if q_mode not in Q_MODES:
             raise ValueError(f"q_mode {q_mode!r} must be one of {Q_MODES}")
@@ -74,25 +86,81 @@ class DcpAttention:
         self._heads = heads
         self._group = group
         self._backend = backend
-        self._exchange = exchange
         self._gathers_q = q_mode == "gather" and group.size > 1
         self._head_splits = heads.group_head_splits
         self._num_q_heads_given = (
             len(heads.local_q_heads) if q_mode == "gather" else len(heads.group_q_heads)
         )
+        self._combiner = combiner_for(
+            exchange, group, self._head_splits, width=self._value_width, limits=limits
+        )
 
-    def plan_decode(self, batch: DecodeBatch, device: torch.device | str) -> DecodePlan:
-        """Plan a decode (window 1) or verify (window > 1) step; call once a step, not a layer."""
-        num_heads = len(self._heads.group_q_heads)
-        is_mla = isinstance(self._geometry, MLAGeometry)
+    def decode_buffers(
+        self,
+        *,
+        batch_size: int,
+        max_len: int,
+        window: int,
+        window_mask: str,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> DecodeBuffers:
+        """Reserve buffers for plans of decode (window 1) or verify steps, see DecodeBuffers.
+
+        batch_size: sequences of each step, padding included. max_len: most tokens of a sequence
+        before the step's window. dtype: of q; kv_dtype: of the pool. Reserve the largest first:
+        workspaces are then shared. Raises ValueError for sizes below 1, NotImplementedError where
+        the backend cannot be captured.
+        """
+        bounds = decode_bounds(
+            self._stripe,
+            batch_size=batch_size,
+            max_len=max_len,
+            window=window,
+            window_mask=window_mask,
+        )
+        if not isinstance(self._backend, CapturableBackend):
+            raise NotImplementedError(
+                f"backend {self._backend.name} plans each step anew: its decode cannot be captured "
+                f"in a CUDA graph"
+            )
+        call = DecodeCall(
+            is_mla=isinstance(self._geometry, MLAGeometry),
+            kv_index=self._kv_index,
+            scale=self._geometry.softmax_scale,
+            value_width=self._value_width,
+            key_width=self._key_width,
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+        )
+        reserved = self._backend.reserve_decode(bounds, call, torch.device(device))
+        return DecodeBuffers(batch_size, max_len, window, window_mask, self._stripe, reserved)
+
+    def plan_decode(
+        self,
+        batch: DecodeBatch,
+        device: torch.device | str,
+        into: DecodeBuffers | None = None,
+    ) -> DecodePlan:
+        """Plan a decode (window 1) or verify (window > 1) step; call once a step, not a layer.
+
+        into: buffers of decode_buffers whose plan is replaced; the plan returned is the same for
+        capture and replay. Raises ValueError for a batch that is outside their bounds.
+        """
+        num_tokens = len(batch.seq_lens) * batch.window
+        self._combiner.check_tokens(num_tokens)
+        if into is not None:
+            into.check(batch, self._stripe)
+            return DecodePlan(into.reserved.fill(decode_rows(batch, self._stripe)), num_tokens)
         kernel = self._backend.plan_decode(
             decode_rows(batch, self._stripe),
-            kv_index=(0,) * num_heads if is_mla else self._heads.kv_index_of_group_q_head,
+            kv_index=self._kv_index,
             scale=self._geometry.softmax_scale,
             value_width=self._value_width,
             device=torch.device(device),
         )
-        return DecodePlan(kernel, num_tokens=len(batch.seq_lens) * batch.window)
+        return DecodePlan(kernel, num_tokens)
 
     def plan_extend(self, batch: ExtendBatch, device: torch.device | str) -> ExtendPlan:
         """Plan a step of chunks; call once a step, not a layer."""
@@ -125,8 +193,7 @@ class DcpAttention:
         if not self._heads.group_q_heads:
             return q
         self._check_pool_heads(cache)
-        partial = plan.kernel.gqa(self._widen(q), cache, window_key, window_value)
-        return self._combine(partial)
+        return self._combiner.gqa(plan.kernel, self._widen(q), cache, window_key, window_value)
 
     def mla_decode(
         self,
@@ -145,7 +212,7 @@ class DcpAttention:
         if not self._heads.group_q_heads:
             return q_latent
         q = self._widen(torch.cat([q_latent, q_pe], dim=-1))
-        return self._combine(plan.kernel.mla(q, cache, window_latent))
+        return self._combiner.mla(plan.kernel, q, cache, window_latent)
 
     def gqa_extend(
         self, q: Tensor, key: Tensor, value: Tensor, cache: GQACache, plan: ExtendPlan
@@ -158,7 +225,11 @@ class DcpAttention:
         prefix_key = prefix_value = None
         if not plan.prefix.is_empty and self._heads.group_q_heads:
             self._check_pool_heads(cache)
-            prefix_key, prefix_value = plan.prefix.gather(rows_of(cache.key), rows_of(cache.value))
+            prefix_key, prefix_value = plan.prefix.gather(
+                StoredRows.of(cache.key, cache.key_scale),
+                StoredRows.of(cache.value, cache.value_scale),
+                dtype=q.dtype,
+            )
         return plan.kernel.gqa(q, key, value, prefix_key, prefix_value)
 
     def mla_extend(
@@ -176,7 +247,7 @@ class DcpAttention:
         """
         prefix = None
         if not plan.prefix.is_empty:
-            (prefix,) = plan.prefix.gather(rows_of(cache.latent))
+            (prefix,) = plan.prefix.gather(StoredRows.of(cache.latent, cache.scale), dtype=q.dtype)
         return plan.kernel.mla(q, latent, prefix, self._local_expansion(expansion))
 
     def own_heads(self, tensor: Tensor, dim: int = 1) -> Tensor:
@@ -187,6 +258,19 @@ class DcpAttention:
         return tensor.narrow(dim, local.start, len(local))
 
     @property
+    def _kv_index(self) -> tuple[int, ...]:
+        """KV head in the pool of each query head of the group."""
+        if isinstance(self._geometry, MLAGeometry):
+            return (0,) * len(self._heads.group_q_heads)
+        return self._heads.kv_index_of_group_q_head
+
+    @property
+    def _key_width(self) -> int:
+        if isinstance(self._geometry, MLAGeometry):
+            return self._geometry.kv_lora_rank + self._geometry.qk_rope_head_dim
+        return self._geometry.head_dim
+
+    @property
     def _value_width(self) -> int:
         if isinstance(self._geometry, MLAGeometry):
             return self._geometry.kv_lora_rank
@@ -194,11 +278,6 @@ class DcpAttention:
 
     def _widen(self, q: Tensor) -> Tensor:
         return gather_query_heads(q, self._head_splits, self._group) if self._gathers_q else q
-
-    def _combine(self, partial: AttentionResult) -> Tensor:
-        if self._group.size == 1:
-            return partial.out
-        return self._exchange.combine(partial, self._head_splits, self._group)
 
     def _local_expansion(self, expansion: LatentExpansion) -> LatentExpansion:
         local = self._heads.local_heads_in_group

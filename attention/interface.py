@@ -24,6 +24,28 @@ class AttentionResult(NamedTuple):
     lse: Tensor
 
 
+class SplitResult(NamedTuple):
+    """Attention over the keys that the caller named, before the splits of a sequence are merged.
+
+    out, lse: as in AttentionResult, but complete only for sequences without slots; what they hold
+        for the others is undefined.
+    part_out: [slots, w * H, Dv] float32, part_lse: [slots, w * H] float32, natural log: results
+        over parts of a sequence's keys. A slot always has keys.
+    slot_starts: int32 [B + 1] on the device: slots [slot_starts[b], slot_starts[b + 1]) are those
+        of sequence b; there are none where out and lse are complete, also without any keys.
+    max_slots: no sequence has more; 0 means that nothing is left to merge.
+
+    The parts are scratch: valid until the next call of a kernel of the same backend.
+    """
+
+    out: Tensor
+    lse: Tensor
+    part_out: Tensor
+    part_lse: Tensor
+    slot_starts: Tensor
+    max_slots: int
+
+
 class Group(Protocol):
     """Collectives among the ranks of one group. Every rank calls the same ones in the same order.
 
@@ -67,16 +89,27 @@ class Group(Protocol):
 
 
 class GQACache(NamedTuple):
-    """One layer's KV on this rank. key and value: [N, P, Hk, D]."""
+    """One layer's KV on this rank. key and value: [N, P, Hk, D].
+
+    key_scale, value_scale: float32, both or neither, for keys and values in float8_e4m3fn: [1], or
+    one a token and head [N, P, Hk]. True value = stored * scale.
+    """
 
     key: Tensor
     value: Tensor
+    key_scale: Tensor | None = None
+    value_scale: Tensor | None = None
 
 
 class MLACache(NamedTuple):
-    """One layer's latent KV on this rank. latent: [N, P, R + Rr] (latent first, then rope key)."""
+    """One layer's latent KV on this rank. latent: [N, P, R + Rr] (latent first, then rope key).
+
+    scale: float32, for latents in float8_e4m3fn: [1], or one a token [N, P]. True value =
+    stored * scale.
+    """
 
     latent: Tensor
+    scale: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,4 +181,5 @@ __all__ = [
     "LatentExpansion",
     "MLACache",
     "MLAGeometry",
+    "SplitResult",
 ]

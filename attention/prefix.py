@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from attention.interface import ExtendBatch, Group
 from attention.layout import StripeLayout
 from attention.rows import contiguous_start, row_ids
+from attention.stored_rows import StoredRows
 
 
 class PrefixRows:
@@ -42,23 +44,40 @@ class PrefixRows:
         """No sequence has a prefix: nothing is sent, on any rank."""
         return self._num_rows == 0
 
-    def gather(self, *pools: Tensor) -> list[Tensor]:
-        """Rows of all prefixes in position order, sequences concatenated.
+    def gather(self, *pools: StoredRows, dtype: torch.dtype) -> list[Tensor]:
+        """True values of the rows of all prefixes in position order, sequences concatenated.
 
-        pools: this rank's rows of one layer, each [N*P, ...] and of one shape and dtype. Returns
-        one [S, ...] a pool. A collective unless c = 1; must not be called when `is_empty`.
+        pools: this rank's rows of one layer, each [N*P, ...], all of one shape, dtype and kind of
+        scale. Returns one [S, ...] in dtype a pool; what travels is what is stored. A collective
+        unless c = 1; must not be called when `is_empty`.
         """
+        return [rows.values(dtype) for rows in self._gather(pools)]
+
+    def _gather(self, pools: Sequence[StoredRows]) -> list[StoredRows]:
         if self._run is not None:
-            return [pool[self._run] for pool in pools]
+            start, stop = self._run.start, self._run.stop
+            return [pool.narrow(start, stop - start) for pool in pools]
         if self._group.size == 1:
-            return [pool.index_select(0, self._send_ids) for pool in pools]
-        send = pools[0].new_empty(len(pools), len(self._send_ids), *pools[0].shape[1:])
-        for part, pool in zip(send, pools, strict=True):
-            torch.index_select(pool, 0, self._send_ids, out=part)
-        received = self._group.all_gather(send)
-        return [
-            received[:, i].flatten(0, 1).index_select(0, self._order) for i in range(len(pools))
+            return [pool.select(self._send_ids) for pool in pools]
+        rows = pools[0].rows
+        send = rows.new_empty(len(pools), len(self._send_ids), *rows.shape[1:])
+        sent = [
+            pool.select(self._send_ids, out=part) for part, pool in zip(send, pools, strict=True)
         ]
+        # Not all collectives and no index operation know 8-bit floats.
+        as_bytes = send.view(torch.uint8) if send.dtype.itemsize == 1 else send
+        received = [part.view(rows.dtype) for part in self._from_all_ranks(as_bytes)]
+        scales = [part.row_scales() for part in sent]
+        present = [scale for scale in scales if scale is not None]
+        if not present:
+            return [StoredRows(part) for part in received]
+        received_scales = self._from_all_ranks(torch.stack(present))
+        return [StoredRows(*part) for part in zip(received, received_scales, strict=True)]
+
+    def _from_all_ranks(self, send: Tensor) -> list[Tensor]:
+        """send [pools, sent rows, ...] of every rank -> [S, ...] in position order of each pool."""
+        received = self._group.all_gather(send)
+        return [received[:, i].flatten(0, 1).index_select(0, self._order) for i in range(len(send))]
 
 
 def _single_run(prefix_lens: list[int], page_table: Tensor, page_size: int) -> slice | None:

@@ -33,6 +33,32 @@ class DecodeRows:
     has_window: bool
     is_padding: tuple[bool, ...]
 
+    @property
+    def num_keys(self) -> int:
+        """Keys of all sequences in this rank's pool."""
+        return sum(self.committed_lens)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeBounds:
+    """What the DecodeRows of all steps that share buffers have in common.
+
+    batch_size: sequences of each, padding included. max_rows: no sequence has more rows in this
+    rank's pool. Other fields: as in DecodeRows.
+    """
+
+    batch_size: int
+    max_rows: int
+    page_size: int
+    window: int
+    window_mask: str
+    has_window: bool
+
+    @property
+    def num_keys(self) -> int:
+        """Most keys of all sequences in this rank's pool."""
+        return self.batch_size * self.max_rows
+
 
 def decode_rows(batch: DecodeBatch, stripe: StripeLayout) -> DecodeRows:
     """Work out this rank's part of `batch`.

@@ -211,7 +211,7 @@ def flashinfer_gqa(
         kv_data_type=torch.bfloat16,
     )
     q = random(shape.batch, num_heads, dim)
-    return lambda i: wrapper.run(q, tuple(pools[i]), return_lse=True)
+    return lambda i: wrapper.run(q, (pools[i].key, pools[i].value), return_lse=True)
 
 
 def random(*shape: int) -> Tensor:

@@ -41,7 +41,13 @@ from kvbraid.model.loader import load_config, load_model
 from kvbraid.model.parallel import ParallelContext
 from kvbraid.request import SamplingParams
 from kvbraid.settings import KvSettings, ModelSettings, ParallelSettings, SchedulerSettings
-from kvbraid.worker.rank_assembly import BuiltRank, build_rank, kv_layout
+from kvbraid.worker.rank_assembly import (
+    BuiltRank,
+    build_rank,
+    compute_device,
+    compute_dtype,
+    kv_layout,
+)
 from tools.no_transfers import NoReceiver, NoSender
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)
@@ -49,12 +55,17 @@ GREEDY = SamplingParams(temperature=0.0, seed=0)
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A request at the engine seam."""
+    """A request at the engine seam.
+
+    forced: what every step is made to emit whatever it sampled (teacher forcing); only with
+    Case.record_logits.
+    """
 
     token_ids: tuple[int, ...]
     max_tokens: int
     sampling: SamplingParams = GREEDY
     index: int = 0
+    forced: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +82,10 @@ class Case:
     max_num_seqs: int = 16
     max_model_len: int = 2048
     record_logits: bool = False
+
+
+Forced = dict[tuple[int, ...], tuple[int, ...]]
+"""Continuations to force, by prompt."""
 
 
 @dataclass(slots=True)
@@ -94,17 +109,18 @@ class _Settings:
 
 
 class RecordingRunner(ModelRunner):
-    """Keeps the whole logits row of every sampled token."""
+    """Keeps the whole logits row of every sampled token, and emits forced tokens instead."""
 
-    def __init__(self, runner: ModelRunner, group: Group) -> None:
+    def __init__(self, runner: ModelRunner, group: Group, forced: Forced) -> None:
         self.__dict__.update(runner.__dict__)
         self._group = group
+        self._forced = forced
         self.rows: dict[tuple[int, ...], list[Tensor]] = {}
 
     def sample(self, logits: Tensor, sequences: Sequence[RankSequence]) -> SampleResult:
         """As ModelRunner.sample."""
         size = -(-self.model.config.vocab_size // self._group.size)
-        padded = torch.full((len(logits), size + 1), float("-inf"))
+        padded = logits.new_full((len(logits), size + 1), float("-inf"))
         padded[:, : logits.shape[1]] = logits
         shards = self._group.all_gather(padded)
         vocab = self.model.config.vocab_size
@@ -115,32 +131,58 @@ class RecordingRunner(ModelRunner):
         whole = torch.cat([s[:, :w] for s, w in zip(shards, widths, strict=True)], dim=1)
         for row, sequence in zip(whole, sequences, strict=True):
             prompt = tuple(sequence.token_ids[: sequence.sampling.num_prompt_tokens])
-            self.rows.setdefault(prompt, []).append(row.clone())
-        return super().sample(logits, sequences)
+            self.rows.setdefault(prompt, []).append(row.float().cpu())
+        result = super().sample(logits, sequences)
+        token_ids = result.token_ids.clone()
+        for i, sequence in enumerate(sequences):
+            num_prompt = sequence.sampling.num_prompt_tokens
+            forced = self._forced.get(tuple(sequence.token_ids[:num_prompt]))
+            if forced is not None:
+                token_ids[i] = forced[len(sequence.token_ids) - num_prompt]
+        return result._replace(token_ids=token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class _World:
+    """What every rank process of a topology is told."""
+
+    model: str
+    dcp_size: int
+    communicator: str
+    device: str
+    dtype: str
 
 
 class EngineWorld:
     """Rank processes of one topology. A context manager."""
 
     def __init__(
-        self, model: str, *, tp_size: int, dcp_size: int, communicator: str = "shared_memory"
+        self,
+        model: str,
+        *,
+        tp_size: int,
+        dcp_size: int,
+        communicator: str = "shared_memory",
+        device: str = "cpu",
+        dtype: str = "float32",
     ) -> None:
-        self._model = model
-        self._sizes = (tp_size, dcp_size)
-        self._communicator = communicator
+        """communicator "nccl" goes with device "cuda": rank r on GPU r."""
+        self._world = _World(model, dcp_size, communicator, device, dtype)
+        self._tp_size = tp_size
         self._processes: list[Any] = []
 
     def __enter__(self) -> EngineWorld:
         spawn = mp.get_context("spawn")
-        tp_size, dcp_size = self._sizes
         self._pipe, theirs = spawn.Pipe()
         run_id = f"{mp.current_process().pid}-{secrets.token_hex(4)}"
         port = 20000 + secrets.randbelow(20000)
-        for rank in range(tp_size):
-            context = RankContext(rank, tp_size, rank, tp_size, run_id, "127.0.0.1", port)
-            arguments = (context, self._model, dcp_size, self._communicator)
+        for rank in range(self._tp_size):
+            context = RankContext(
+                rank, self._tp_size, rank, self._tp_size, run_id, "127.0.0.1", port
+            )
+            pipe = theirs if rank == 0 else None
             process = spawn.Process(
-                target=_rank_main, args=(*arguments, theirs if rank == 0 else None), daemon=True
+                target=_rank_main, args=(context, self._world, pipe), daemon=True
             )
             process.start()
             self._processes.append(process)
@@ -174,8 +216,7 @@ class EngineWorld:
 @dataclass(slots=True)
 class _Rank:
     context: RankContext
-    path: str
-    dcp_size: int
+    world: _World
     groups: RankGroups
     channel: StepChannel
     models: dict[str, CausalLM] = field(default_factory=dict)
@@ -183,12 +224,17 @@ class _Rank:
     def build(self, case: Case) -> BuiltRank:
         """A rank whose model is kept from case to case."""
         settings = _settings(self, case)
-        config = load_config(self.path)
-        layout = kv_layout(config, settings.parallel, settings.kv, torch.float32, "digest")
+        config = load_config(self.world.model)
+        device = compute_device(settings.model, self.context.local_rank)
+        dtype = compute_dtype(settings.model, device)
+        layout = kv_layout(config, settings.parallel, settings.kv, dtype, "digest")
         if case.q_mode not in self.models:
             heads = layout.heads(self.context.rank)
             self.models[case.q_mode] = load_model(
-                self.path, parallel=ParallelContext(heads, self.groups.tp, case.q_mode)
+                self.world.model,
+                parallel=ParallelContext(heads, self.groups.tp, case.q_mode),
+                dtype=dtype,
+                device=device,
             )
         return build_rank(
             settings=settings,
@@ -205,10 +251,14 @@ class _Rank:
 
 def _settings(rank: _Rank, case: Case) -> _Settings:
     return _Settings(
-        ModelSettings(model=rank.path, dtype="float32", device="cpu"),
+        ModelSettings(
+            model=rank.world.model,
+            dtype=rank.world.dtype,  # type: ignore[arg-type]
+            device=rank.world.device,
+        ),
         ParallelSettings(
             tp_size=rank.context.world_size,
-            dcp_size=rank.dcp_size,
+            dcp_size=rank.world.dcp_size,
             q_mode=case.q_mode,  # type: ignore[arg-type]
             exchange=case.exchange,  # type: ignore[arg-type]
         ),
@@ -226,16 +276,19 @@ def _settings(rank: _Rank, case: Case) -> _Settings:
     )
 
 
-def _rank_main(
-    context: RankContext, path: str, dcp_size: int, communicator: str, pipe: Connection | None
-) -> None:
+def _rank_main(context: RankContext, world: _World, pipe: Connection | None) -> None:
     torch.set_num_threads(1)
-    groups = make_groups(communicator, context, tp_size=context.world_size, dcp_size=dcp_size)
-    rank = _Rank(context, path, dcp_size, groups, make_step_channel(context))
+    if world.device == "cuda":
+        torch.cuda.set_device(context.local_rank)
+    groups = make_groups(
+        world.communicator, context, tp_size=context.world_size, dcp_size=world.dcp_size
+    )
+    rank = _Rank(context, world, groups, make_step_channel(context))
     if pipe is None:
-        while (case := _from_words(rank.channel.receive(lambda: None))) is not None:
+        while (told := _from_words(rank.channel.receive(lambda: None))) is not None:
+            case, forced = told
             built = rank.build(case)
-            follow(rank.channel, _executor(rank, built, case))
+            follow(rank.channel, _executor(rank, built, case, forced))
         return
     while (message := pipe.recv()) is not None:
         # An error ends this process, and the one that asked reads the end of the pipe.
@@ -243,28 +296,32 @@ def _rank_main(
     rank.channel.send(_to_words(None))
 
 
-def _executor(rank: _Rank, built: BuiltRank, case: Case) -> Any:
+def _executor(rank: _Rank, built: BuiltRank, case: Case, forced: Forced) -> Any:
     if case.record_logits:
-        built.executor.runner = RecordingRunner(built.runner, rank.groups.tp)
+        built.executor.runner = RecordingRunner(built.runner, rank.groups.tp, forced)
     return built.executor
 
 
-def _to_words(case: Case | None) -> np.ndarray[Any, np.dtype[np.int64]]:
-    text = json.dumps(None if case is None else asdict(case)).encode()
-    return np.frombuffer(text, dtype=np.uint8).astype(np.int64)
+def _to_words(told: tuple[Case, Forced] | None) -> np.ndarray[Any, np.dtype[np.int64]]:
+    value = None if told is None else [asdict(told[0]), list(told[1].items())]
+    return np.frombuffer(json.dumps(value).encode(), dtype=np.uint8).astype(np.int64)
 
 
-def _from_words(words: np.ndarray[Any, np.dtype[np.int64]]) -> Case | None:
+def _from_words(words: np.ndarray[Any, np.dtype[np.int64]]) -> tuple[Case, Forced] | None:
     value = json.loads(words.astype(np.uint8).tobytes())
-    return None if value is None else Case(**value)
+    if value is None:
+        return None
+    case, forced = value
+    return Case(**case), {tuple(prompt): tuple(tokens) for prompt, tokens in forced}
 
 
 def _lead(rank: _Rank, case: Case, phases: list[list[Prompt]]) -> Outcome:
-    rank.channel.send(_to_words(case))
+    forced = {p.token_ids: p.forced for phase in phases for p in phase if p.forced}
+    rank.channel.send(_to_words((case, forced)))
     built = rank.build(case)
     run = _Run(phases)
-    executor = _executor(rank, built, case)
-    page = case.page_size * rank.dcp_size
+    executor = _executor(rank, built, case, forced)
+    page = case.page_size * rank.world.dcp_size
     run.engine = Engine(
         scheduler=_scheduler(case, built, page),
         executor=executor,

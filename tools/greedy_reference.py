@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,32 +36,40 @@ class Continuation:
         return list(token_ids[:n]) == self.token_ids[:n]
 
 
-def load_reference_model(path: str | Path, *, attention: str = "sdpa") -> Any:
-    """transformers' own float32 model of a folder, or of the one GGUF file in it.
+def load_reference_model(
+    path: str | Path, *, attention: str = "sdpa", dtype: torch.dtype = torch.float32
+) -> Any:
+    """transformers' own model of a folder, or of the one GGUF file in it.
 
     A GGUF checkpoint is rounded to bfloat16 first, as the project's reference outputs are.
     """
     path = Path(path)
-    options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": attention}
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention}
     files = sorted(path.glob("*.gguf"))
     if files:
         options["gguf_file"] = files[0].name
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, **options)
     if files:
         for parameter in model.parameters():
-            parameter.data = parameter.data.bfloat16().float()
+            parameter.data = parameter.data.bfloat16().to(dtype)
     return model.eval()
 
 
 @torch.inference_mode()
 def greedy_continuation(model: Any, prompt: Sequence[int], num_tokens: int) -> Continuation:
     """`num_tokens` greedy tokens, end tokens included like any other."""
-    cache = transformers.DynamicCache(config=model.config)
-    inputs, rows = torch.tensor([list(prompt)]), []
+    cache = {_cache_argument(model): transformers.DynamicCache(config=model.config)}
+    inputs, rows = torch.tensor([list(prompt)], device=model.device), []
     for _ in range(num_tokens):
-        logits = model(inputs, cache=cache).logits[0, -1]
+        logits = model(inputs, **cache).logits[0, -1]
         rows.append(logits)
         inputs = logits.argmax().view(1, 1)
     stacked = torch.stack(rows)
     best = stacked.topk(2).values
     return Continuation(stacked.argmax(-1).tolist(), (best[:, 0] - best[:, 1]).tolist(), stacked)
+
+
+def _cache_argument(model: Any) -> str:
+    """Renamed between transformers 5.17 and 5.24, and an unknown name is ignored."""
+    names = inspect.signature(model.forward).parameters
+    return next(name for name in ("cache", "past_key_values") if name in names)

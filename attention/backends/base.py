@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from attention.interface import AttentionResult, GQACache, LatentExpansion, MLACache
+from attention.interface import (
+    AttentionResult,
+    GQACache,
+    LatentExpansion,
+    MLACache,
+    SplitResult,
+)
 
 if TYPE_CHECKING:
     import torch
 
     from attention.dispatch import AttentionNeeds
-    from attention.rows import DecodeRows, ExtendRows
+    from attention.rows import DecodeBounds, DecodeRows, ExtendRows
 
 
 class DecodeKernel(Protocol):
@@ -31,6 +38,22 @@ class DecodeKernel(Protocol):
 
     def mla(self, q: Tensor, cache: MLACache, window_latent: Tensor | None) -> AttentionResult:
         """q [B*w, H, R + Rr], window_latent [B*w, R + Rr] -> [B*w, H, R], [B*w, H]."""
+        ...
+
+
+@runtime_checkable
+class SplitDecodeKernel(DecodeKernel, Protocol):
+    """A DecodeKernel that can stop before it merges the splits of a sequence, for an exchange that
+    merges them itself. `gqa` and `mla` are these and the merge."""
+
+    def gqa_splits(
+        self, q: Tensor, cache: GQACache, window_key: Tensor | None, window_value: Tensor | None
+    ) -> SplitResult:
+        """See DecodeKernel.gqa."""
+        ...
+
+    def mla_splits(self, q: Tensor, cache: MLACache, window_latent: Tensor | None) -> SplitResult:
+        """See DecodeKernel.mla."""
         ...
 
 
@@ -90,4 +113,48 @@ class AttentionBackend(Protocol):
         device: torch.device,
     ) -> ExtendKernel:
         """Plan a step's extend. kv_index: KV head in the cache of each query head of this rank."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeCall:
+    """What every call of a decode kernel has in common.
+
+    kv_index, scale, value_width: as in AttentionBackend.plan_decode. key_width: columns of a key.
+    dtype: of q. kv_dtype: of the pool, whose rows must have no gaps.
+    """
+
+    is_mla: bool
+    kv_index: tuple[int, ...]
+    scale: float
+    value_width: int
+    key_width: int
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+
+
+class ReservedDecode(Protocol):
+    """Buffers of a backend for the plans of all decode steps within static bounds.
+
+    Launches of the kernel depend on nothing but the bounds and the buffers: grid, strides and
+    addresses are fixed, so that a captured graph computes the step that was filled in last.
+    """
+
+    def fill(self, rows: DecodeRows) -> DecodeKernel:
+        """Plan a step, which must be within the bounds, into the buffers. The copy is ordered on
+        the current stream."""
+        ...
+
+
+@runtime_checkable
+class CapturableBackend(AttentionBackend, Protocol):
+    """A backend whose decode can be captured in a CUDA graph and replayed for other lengths."""
+
+    def reserve_decode(
+        self,
+        bounds: DecodeBounds,
+        call: DecodeCall,
+        device: torch.device,
+    ) -> ReservedDecode:
+        """Reserve buffers for plans of decode steps."""
         ...

@@ -9,6 +9,8 @@ pipeliner does not do for two buffers. A tile is copied once and is both key and
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -24,14 +26,73 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 BLOCK_KEYS = 64
 
-# Renamed in Triton 3.7.
+# Renamed after Triton 3.6.
 block_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+copy_block = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+copy_elements = (
+    async_copy.async_load
+    if hasattr(async_copy, "async_load")
+    else async_copy.async_copy_global_to_shared
+)
 
 # Fields of a piece and of a worker's record, see split_plan.
 _PIECE = gl.constexpr(5)
 _WORKER = gl.constexpr(8)
 
 _LN2 = gl.constexpr(0.6931471805599453)
+
+
+class _Form(NamedTuple):
+    """Constants of a call: of a row [DIM + PE], of the pool and of the threads that copy."""
+
+    TMA: object
+    PAGE_SIZE: object
+    BLOCK_KEYS: object
+    DIM: object
+    PE: object
+    LATENT_COPY: object
+    PE_COPY: object
+
+
+@gluon.constexpr_function
+def _form(*values):
+    return _Form(*values)
+
+
+class _Pool(NamedTuple):
+    """Where a worker finds its keys."""
+
+    latent_ptr: object
+    latent_desc: object
+    pe_desc: object
+    page_table_ptr: object
+    page_table_stride: object
+    pieces_ptr: object
+    end_piece: object
+
+
+class _Tiles(NamedTuple):
+    """Two tiles in shared memory, and the row of each key in the layouts of the two copies."""
+
+    latent: object  # [2, KEYS, DIM]
+    pe: object  # [2, KEYS, PE]
+    barriers: object  # [2, 1]
+    key: object
+    pe_key: object
+
+
+class _Ahead(NamedTuple):
+    """The tile to copy next, whose page is loaded, and the piece after the one that it is in."""
+
+    table: object
+    tile: object
+    end: object
+    piece: object
+    page: object
+    pe_page: object
+    after_sequence: object
+    after_start: object
+    after_end: object
 
 
 @gluon.jit
@@ -43,87 +104,61 @@ def _copy_rows(
     pe_rows,  # the same in the layout of the rope copy
     is_key,
     is_pe_key,
-    STRIDE: gl.constexpr,
-    DIM: gl.constexpr,
-    PE: gl.constexpr,
-    LATENT_COPY: gl.constexpr,
-    PE_COPY: gl.constexpr,
+    FORM: gl.constexpr,
 ):
     """Start copying rows to shared memory and commit; rows that are not keys become zero."""
-    dim = gl.arange(0, DIM, layout=gl.SliceLayout(0, LATENT_COPY))
-    pe = gl.arange(0, PE, layout=gl.SliceLayout(0, PE_COPY))
-    offsets = (rows * STRIDE)[:, None] + dim[None, :]
-    async_copy.async_copy_global_to_shared(latent_smem, base + offsets, mask=is_key[:, None])
-    pe_offsets = (pe_rows * STRIDE)[:, None] + (DIM + pe)[None, :]
-    async_copy.async_copy_global_to_shared(pe_smem, base + pe_offsets, mask=is_pe_key[:, None])
+    dim = gl.arange(0, FORM.DIM, layout=gl.SliceLayout(0, FORM.LATENT_COPY))
+    pe = gl.arange(0, FORM.PE, layout=gl.SliceLayout(0, FORM.PE_COPY))
+    offsets = (rows * (FORM.DIM + FORM.PE))[:, None] + dim[None, :]
+    copy_elements(latent_smem, base + offsets, mask=is_key[:, None])
+    pe_offsets = (pe_rows * (FORM.DIM + FORM.PE))[:, None] + (FORM.DIM + pe)[None, :]
+    copy_elements(pe_smem, base + pe_offsets, mask=is_pe_key[:, None])
     async_copy.commit_group()
 
 
 @gluon.jit
-def _copy_tile(
-    latent_smem,
-    pe_smem,
-    barrier,
-    latent_ptr,
-    latent_desc,
-    pe_desc,
-    page,
-    pe_page,
-    tile,
-    end,
-    key,
-    pe_key,
-    TMA: gl.constexpr,
-    PAGE_SIZE: gl.constexpr,
-    BLOCK_KEYS: gl.constexpr,
-    STRIDE: gl.constexpr,
-    DIM: gl.constexpr,
-    PE: gl.constexpr,
-    LATENT_COPY: gl.constexpr,
-    PE_COPY: gl.constexpr,
-):
-    """Start the copy of the keys from `tile` on. With TMA those from `end` on are copied too."""
-    if TMA:
-        row = page * PAGE_SIZE + tile % PAGE_SIZE
+def _copy_tile(pool, tiles, buffer, ahead, FORM: gl.constexpr):
+    """Start the copy of the tile in `ahead`. With TMA its keys from the end on are copied too."""
+    tile = ahead.tile
+    end = ahead.end
+    latent_smem = tiles.latent.index(buffer)
+    pe_smem = tiles.pe.index(buffer)
+    if FORM.TMA:
+        barrier = tiles.barriers.index(buffer)
+        row = ahead.page * FORM.PAGE_SIZE + tile % FORM.PAGE_SIZE
         is_tile = tile < end
-        nbytes: gl.constexpr = latent_desc.block_type.nbytes + pe_desc.block_type.nbytes
+        nbytes: gl.constexpr = pool.latent_desc.block_type.nbytes + pool.pe_desc.block_type.nbytes
         mbarrier.expect(barrier, nbytes, pred=is_tile)
-        tma.async_copy_global_to_shared(latent_desc, [row, 0], barrier, latent_smem, pred=is_tile)
-        tma.async_copy_global_to_shared(pe_desc, [row, DIM], barrier, pe_smem, pred=is_tile)
+        copy_block(pool.latent_desc, [row, 0], barrier, latent_smem, pred=is_tile)
+        copy_block(pool.pe_desc, [row, FORM.DIM], barrier, pe_smem, pred=is_tile)
     else:
-        if PAGE_SIZE % BLOCK_KEYS == 0:
-            base = latent_ptr + (page.to(gl.int64) * PAGE_SIZE + tile % PAGE_SIZE) * STRIDE
-            rows = key
-            pe_rows = pe_key
+        if FORM.PAGE_SIZE % FORM.BLOCK_KEYS == 0:
+            row = ahead.page.to(gl.int64) * FORM.PAGE_SIZE + tile % FORM.PAGE_SIZE
+            base = pool.latent_ptr + row * (FORM.DIM + FORM.PE)
+            rows = tiles.key
+            pe_rows = tiles.pe_key
         else:
-            base = latent_ptr
-            rows = page.to(gl.int64) * PAGE_SIZE + (tile + key) % PAGE_SIZE
-            pe_rows = pe_page.to(gl.int64) * PAGE_SIZE + (tile + pe_key) % PAGE_SIZE
-        _copy_rows(
-            latent_smem,
-            pe_smem,
-            base,
-            rows,
-            pe_rows,
-            tile + key < end,
-            tile + pe_key < end,
-            STRIDE,
-            DIM,
-            PE,
-            LATENT_COPY,
-            PE_COPY,
-        )
+            base = pool.latent_ptr
+            rows = ahead.page.to(gl.int64) * FORM.PAGE_SIZE + (tile + tiles.key) % FORM.PAGE_SIZE
+            pe_rows = (
+                ahead.pe_page.to(gl.int64) * FORM.PAGE_SIZE + (tile + tiles.pe_key) % FORM.PAGE_SIZE
+            )
+        is_key = tile + tiles.key < end
+        is_pe_key = tile + tiles.pe_key < end
+        _copy_rows(latent_smem, pe_smem, base, rows, pe_rows, is_key, is_pe_key, FORM)
 
 
 @gluon.jit
-def _load_pages(table, tile, end, key, pe_key, PAGE_SIZE: gl.constexpr, BLOCK_KEYS: gl.constexpr):
+def _load_pages(table, tile, end, tiles, FORM: gl.constexpr):
     """Pages of a tile's keys: one, or one a key for each of the two copies."""
-    if PAGE_SIZE % BLOCK_KEYS == 0:
-        page = gl.load(table + tile // PAGE_SIZE, mask=tile < end, other=0)
+    if FORM.PAGE_SIZE % FORM.BLOCK_KEYS == 0:
+        page = gl.load(table + tile // FORM.PAGE_SIZE, mask=tile < end, other=0)
         return page, page
     else:
-        page = gl.load(table + (tile + key) // PAGE_SIZE, mask=tile + key < end, other=0)
-        pe_page = gl.load(table + (tile + pe_key) // PAGE_SIZE, mask=tile + pe_key < end, other=0)
+        key = tile + tiles.key
+        pe_key = tile + tiles.pe_key
+        page = gl.load(table + key // FORM.PAGE_SIZE, mask=key < end, other=0)
+        pe_page = gl.load(table + pe_key // FORM.PAGE_SIZE, mask=pe_key < end, other=0)
         return page, pe_page
 
 
@@ -140,72 +175,26 @@ def _load_piece(pieces_ptr, piece, end_piece):
 
 
 @gluon.jit
-def _copy_ahead(
-    latent_smem,
-    pe_smem,
-    barrier,
-    latent_ptr,
-    latent_desc,
-    pe_desc,
-    page_table_ptr,
-    page_table_stride,
-    pieces_ptr,
-    end_piece,
-    table,
-    tile,
-    end,
-    piece,
-    page,
-    pe_page,
-    after_sequence,
-    after_start,
-    after_end,
-    key,
-    pe_key,
-    TMA: gl.constexpr,
-    PAGE_SIZE: gl.constexpr,
-    BLOCK_KEYS: gl.constexpr,
-    STRIDE: gl.constexpr,
-    DIM: gl.constexpr,
-    PE: gl.constexpr,
-    LATENT_COPY: gl.constexpr,
-    PE_COPY: gl.constexpr,
-):
-    """Start the copy of `tile` of `piece`, go on to the next tile and load its page.
-
-    after_*: the piece after `piece`. Returns table, tile, end, piece, page, pe_page and after_*.
-    """
-    _copy_tile(
-        latent_smem,
-        pe_smem,
-        barrier,
-        latent_ptr,
-        latent_desc,
-        pe_desc,
-        page,
-        pe_page,
-        tile,
-        end,
-        key,
-        pe_key,
-        TMA,
-        PAGE_SIZE,
-        BLOCK_KEYS,
-        STRIDE,
-        DIM,
-        PE,
-        LATENT_COPY,
-        PE_COPY,
-    )
-    tile += BLOCK_KEYS
+def _copy_ahead(pool, tiles, buffer, ahead, FORM: gl.constexpr):
+    """Start the copy of the tile in `ahead`, go on to the next tile and load its page."""
+    _copy_tile(pool, tiles, buffer, ahead, FORM)
+    table = ahead.table
+    tile = ahead.tile + FORM.BLOCK_KEYS
+    end = ahead.end
+    piece = ahead.piece
+    after_sequence = ahead.after_sequence
+    after_start = ahead.after_start
+    after_end = ahead.after_end
     if tile >= end:
         piece += 1
-        table = page_table_ptr + after_sequence.to(gl.int64) * page_table_stride
+        table = pool.page_table_ptr + after_sequence.to(gl.int64) * pool.page_table_stride
         tile = after_start
         end = after_end
-        after_sequence, after_start, after_end, _ = _load_piece(pieces_ptr, piece + 1, end_piece)
-    page, pe_page = _load_pages(table, tile, end, key, pe_key, PAGE_SIZE, BLOCK_KEYS)
-    return table, tile, end, piece, page, pe_page, after_sequence, after_start, after_end
+        after_sequence, after_start, after_end, _ = _load_piece(
+            pool.pieces_ptr, piece + 1, pool.end_piece
+        )
+    page, pe_page = _load_pages(table, tile, end, tiles, FORM)
+    return _Ahead(table, tile, end, piece, page, pe_page, after_sequence, after_start, after_end)
 
 
 @gluon.jit
@@ -307,7 +296,7 @@ def split_mla(
     """One program: a block of BLOCK_ROWS (query, head) rows over the pieces of one worker.
 
     Grid: (blocks of rows, workers). The copies run one tile ahead of the products through all
-    pieces of the worker: `ahead_*` is the tile to copy next, whose page has been loaded already.
+    pieces of the worker: `ahead` is the tile to copy next, whose page has been loaded already.
     A worker's pieces either all have keys or none has.
     """
     BLOCK_KEYS: gl.constexpr = 64
@@ -369,17 +358,16 @@ def split_mla(
     worker = workers_ptr + gl.program_id(1) * _WORKER
     first_piece = gl.load(worker)
     end_piece = gl.load(worker + 1)
-    ahead_table = page_table_ptr + gl.load(worker + 2).to(gl.int64) * page_table_stride
-    ahead_tile = gl.load(worker + 3)
-    ahead_end = gl.load(worker + 4)
-    ahead_piece = first_piece
+    table = page_table_ptr + gl.load(worker + 2).to(gl.int64) * page_table_stride
+    first_tile = gl.load(worker + 3)
+    first_end = gl.load(worker + 4)
+    FORM: gl.constexpr = _form(TMA, PAGE_SIZE, BLOCK_KEYS, DIM, PE, LATENT_COPY, PE_COPY)
+    tiles = _Tiles(latent_smem, pe_smem, barriers, key, pe_key)
     if PAGE_SIZE % BLOCK_KEYS == 0:
         page = gl.load(worker + 5)
         pe_page = page
     else:
-        page, pe_page = _load_pages(
-            ahead_table, ahead_tile, ahead_end, key, pe_key, PAGE_SIZE, BLOCK_KEYS
-        )
+        page, pe_page = _load_pages(table, first_tile, first_end, tiles, FORM)
     if PDL:
         # What follows reads what kernels before this one have written.
         gl.inline_asm_elementwise(
@@ -390,20 +378,18 @@ def split_mla(
         )
     # What the copies go on with after the piece that they are in.
     after_sequence, after_start, after_end, _ = _load_piece(pieces_ptr, first_piece + 1, end_piece)
-    (
-        ahead_table,
-        ahead_tile,
-        ahead_end,
-        ahead_piece,
+    ahead = _Ahead(
+        table,
+        first_tile,
+        first_end,
+        first_piece,
         page,
         pe_page,
         after_sequence,
         after_start,
         after_end,
-    ) = _copy_ahead(
-        latent_smem.index(0),
-        pe_smem.index(0),
-        barriers.index(0),
+    )
+    pool = _Pool(
         latent_ptr,
         latent_desc,
         pe_desc,
@@ -411,26 +397,8 @@ def split_mla(
         page_table_stride,
         pieces_ptr,
         end_piece,
-        ahead_table,
-        ahead_tile,
-        ahead_end,
-        ahead_piece,
-        page,
-        pe_page,
-        after_sequence,
-        after_start,
-        after_end,
-        key,
-        pe_key,
-        TMA,
-        PAGE_SIZE,
-        BLOCK_KEYS,
-        STRIDE,
-        DIM,
-        PE,
-        LATENT_COPY,
-        PE_COPY,
     )
+    ahead = _copy_ahead(pool, tiles, 0, ahead, FORM)
 
     num_tiles = 0
     for piece in range(first_piece, end_piece):
@@ -446,11 +414,7 @@ def split_mla(
             q_pe_row,
             q_row < NUM_ROWS,
             q_pe_row < NUM_ROWS,
-            STRIDE,
-            DIM,
-            PE,
-            LATENT_COPY,
-            PE_COPY,
+            FORM,
         )
         top = gl.full([BLOCK_ROWS], float("-inf"), gl.float32, gl.SliceLayout(AXIS, SCORES))
         total = gl.zeros(SCORES_SHAPE, gl.float32, SCORES)
@@ -466,47 +430,7 @@ def split_mla(
             if not PRODUCT_FIRST:
                 # All warps are done with the other buffer.
                 block_barrier()
-                (
-                    ahead_table,
-                    ahead_tile,
-                    ahead_end,
-                    ahead_piece,
-                    page,
-                    pe_page,
-                    after_sequence,
-                    after_start,
-                    after_end,
-                ) = _copy_ahead(
-                    latent_smem.index(1 - buffer),
-                    pe_smem.index(1 - buffer),
-                    barriers.index(1 - buffer),
-                    latent_ptr,
-                    latent_desc,
-                    pe_desc,
-                    page_table_ptr,
-                    page_table_stride,
-                    pieces_ptr,
-                    end_piece,
-                    ahead_table,
-                    ahead_tile,
-                    ahead_end,
-                    ahead_piece,
-                    page,
-                    pe_page,
-                    after_sequence,
-                    after_start,
-                    after_end,
-                    key,
-                    pe_key,
-                    TMA,
-                    PAGE_SIZE,
-                    BLOCK_KEYS,
-                    STRIDE,
-                    DIM,
-                    PE,
-                    LATENT_COPY,
-                    PE_COPY,
-                )
+                ahead = _copy_ahead(pool, tiles, 1 - buffer, ahead, FORM)
             if TMA:
                 mbarrier.wait(barriers.index(buffer), num_tiles // 2 % 2)
                 if tile + BLOCK_KEYS > end:
@@ -521,47 +445,7 @@ def split_mla(
             if PRODUCT_FIRST:
                 # All warps are done with the other buffer.
                 block_barrier()
-                (
-                    ahead_table,
-                    ahead_tile,
-                    ahead_end,
-                    ahead_piece,
-                    page,
-                    pe_page,
-                    after_sequence,
-                    after_start,
-                    after_end,
-                ) = _copy_ahead(
-                    latent_smem.index(1 - buffer),
-                    pe_smem.index(1 - buffer),
-                    barriers.index(1 - buffer),
-                    latent_ptr,
-                    latent_desc,
-                    pe_desc,
-                    page_table_ptr,
-                    page_table_stride,
-                    pieces_ptr,
-                    end_piece,
-                    ahead_table,
-                    ahead_tile,
-                    ahead_end,
-                    ahead_piece,
-                    page,
-                    pe_page,
-                    after_sequence,
-                    after_start,
-                    after_end,
-                    key,
-                    pe_key,
-                    TMA,
-                    PAGE_SIZE,
-                    BLOCK_KEYS,
-                    STRIDE,
-                    DIM,
-                    PE,
-                    LATENT_COPY,
-                    PE_COPY,
-                )
+                ahead = _copy_ahead(pool, tiles, 1 - buffer, ahead, FORM)
             scores = warpgroup_mma_wait(0, deps=[scores])
             top, total, acc = _accumulate(
                 scores,
@@ -590,11 +474,7 @@ def split_mla(
                     pe_key,
                     key < WINDOW,
                     pe_key < WINDOW,
-                    STRIDE,
-                    DIM,
-                    PE,
-                    LATENT_COPY,
-                    PE_COPY,
+                    FORM,
                 )
                 async_copy.wait_group(0)
                 fence_async_shared()

@@ -26,6 +26,17 @@ _KEYLESS_PIECES = 8
 
 
 @dataclass(frozen=True, slots=True)
+class SplitBounds:
+    """Most that plans need: programs for a block of rows, pieces, partial results of all sequences
+    and of one sequence (0: no sequence is ever in more than one piece)."""
+
+    num_workers: int
+    num_pieces: int
+    num_slots: int
+    max_slots: int
+
+
+@dataclass(frozen=True, slots=True)
 class SplitPlan:
     """Pieces in the order of the workers that compute them.
 
@@ -38,6 +49,11 @@ class SplitPlan:
     pieces: tuple[Piece, ...]
     worker_pieces: tuple[int, ...]
     slot_starts: tuple[int, ...]
+
+    @property
+    def bounds(self) -> SplitBounds:
+        """Exactly what this plan needs."""
+        return SplitBounds(self.num_workers, len(self.pieces), self.num_slots, self.max_slots)
 
     @property
     def num_workers(self) -> int:
@@ -97,6 +113,27 @@ def balanced_plan(
     return _assemble(*_equal_shares(lengths, blocks, block_keys, num_workers), adds_window)
 
 
+def balanced_bounds(
+    batch_size: int, max_length: int, *, block_keys: int, max_workers: int, min_blocks: int
+) -> SplitBounds:
+    """Bounds of `balanced_plan` for batch_size sequences of at most max_length keys, where it is
+    given max_workers less `num_keyless_workers`, at least 1."""
+    max_blocks = -(-max_length // block_keys)
+    useful = max(batch_size, -(-batch_size * max_blocks // min_blocks))
+    num_workers = max(min(max_workers, useful), 1 + -(-batch_size // _KEYLESS_PIECES))
+    max_slots = min(num_workers, max_blocks)
+    if max_slots < 2:
+        return SplitBounds(num_workers, num_workers + batch_size, 0, 0)
+    # Each of the inner bounds between shares adds a piece, and cuts a sequence in two at most once.
+    num_slots = num_workers + min(batch_size, num_workers)
+    return SplitBounds(num_workers, num_workers + batch_size, num_slots, max_slots)
+
+
+def num_keyless_workers(lengths: Sequence[int]) -> int:
+    """Workers that a plan spends on sequences without keys."""
+    return -(-sum(length == 0 for length in lengths) // _KEYLESS_PIECES)
+
+
 def _equal_shares(
     lengths: Sequence[int], blocks: Sequence[int], block_keys: int, num_workers: int
 ) -> tuple[list[list[int]], list[int]]:
@@ -123,6 +160,15 @@ def fixed_plan(
     cuts = [[*range(0, max(length, 1), split_keys), length] for length in lengths]
     num_pieces = sum(len(cut) - 1 for cut in cuts)
     return _assemble(cuts, list(range(num_pieces)), adds_window)
+
+
+def fixed_bounds(batch_size: int, max_length: int, *, split_keys: int) -> SplitBounds:
+    """Bounds of `fixed_plan` for batch_size sequences of at most max_length keys."""
+    most = max(1, -(-max_length // split_keys))
+    num_pieces = batch_size * most
+    if most < 2:
+        return SplitBounds(num_pieces, num_pieces, 0, 0)
+    return SplitBounds(num_pieces, num_pieces, num_pieces, most)
 
 
 def _assemble(cuts: list[list[int]], owners: list[int], adds_window: Sequence[bool]) -> SplitPlan:

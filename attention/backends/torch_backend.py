@@ -32,8 +32,11 @@ class TorchBackend:
         if needs.dtype not in DTYPES:
             names = ", ".join(str(dtype) for dtype in DTYPES)
             reasons.append(f"dtype {needs.dtype} is not one of {names}")
-        if needs.kv_dtype != needs.dtype:
-            reasons.append(f"KV dtype {needs.kv_dtype} differs from the model dtype {needs.dtype}")
+        if needs.kv_dtype not in (needs.dtype, torch.float8_e4m3fn):
+            reasons.append(
+                f"KV dtype {needs.kv_dtype} is neither the model dtype {needs.dtype} nor "
+                f"{torch.float8_e4m3fn}"
+            )
         return reasons
 
     def plan_decode(

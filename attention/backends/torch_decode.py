@@ -12,7 +12,8 @@ from attention.backends.dense import attend
 from attention.backends.scratch import Scratch
 from attention.heads import FoldedHeads
 from attention.interface import AttentionResult, GQACache, MLACache
-from attention.rows import DecodeRows, rows_of
+from attention.rows import DecodeRows
+from attention.stored_rows import StoredRows
 
 
 class _Keys(NamedTuple):
@@ -21,8 +22,8 @@ class _Keys(NamedTuple):
     In MLA the value is the key's own leading columns, so both name the same rows.
     """
 
-    pool_key: Tensor
-    pool_value: Tensor
+    pool_key: StoredRows
+    pool_value: StoredRows
     window_key: Tensor | None
     window_value: Tensor | None
 
@@ -57,8 +58,8 @@ class TorchDecodeKernel:
         return self._attend(
             q,
             _Keys(
-                rows_of(cache.key),
-                rows_of(cache.value),
+                StoredRows.of(cache.key, cache.key_scale),
+                StoredRows.of(cache.value, cache.value_scale),
                 self._split_window(window_key),
                 self._split_window(window_value),
             ),
@@ -66,7 +67,7 @@ class TorchDecodeKernel:
 
     def mla(self, q: Tensor, cache: MLACache, window_latent: Tensor | None) -> AttentionResult:
         """See DecodeKernel."""
-        pool = rows_of(cache.latent)[:, None]
+        pool = StoredRows.of(cache.latent, cache.scale).with_one_head()
         window = self._split_window(None if window_latent is None else window_latent[:, None])
         out, lse = self._attend(q, _Keys(pool, pool, window, window))
         return AttentionResult(out[..., : self._value_width], lse)
@@ -110,31 +111,46 @@ class TorchDecodeKernel:
         self, q: Tensor, keys: _Keys, segment: Segment, bias: Tensor | None
     ) -> AttentionResult:
         """q [n, w, H, width] of the segment's sequences -> out [n, w, H, width], lse [n, w, H]."""
-        key = self._collect("key", keys.pool_key, keys.window_key, segment)
+        key = self._collect("key", keys.pool_key, keys.window_key, segment, q.dtype)
         value = key
         if keys.pool_value is not keys.pool_key:
-            value = self._collect("value", keys.pool_value, keys.window_value, segment)
+            value = self._collect("value", keys.pool_value, keys.window_value, segment, q.dtype)
         out, lse = attend(self._heads.fold(q), key, value, bias, self._scale)
         return AttentionResult(
             self._heads.unfold(out, self._window), self._heads.unfold(lse, self._window)
         )
 
-    def _collect(self, name: str, pool: Tensor, window: Tensor | None, segment: Segment) -> Tensor:
+    def _collect(
+        self,
+        name: str,
+        pool: StoredRows,
+        window: Tensor | None,
+        segment: Segment,
+        dtype: torch.dtype,
+    ) -> Tensor:
         """The segment's keys [n, Hk, num_rows + window keys, width], without a copy if possible."""
         if segment.start is not None:
-            return pool.narrow(0, segment.start, segment.num_rows).transpose(0, 1)[None]
+            run = pool.narrow(segment.start, segment.num_rows)
+            return self._values(name, run, dtype).transpose(0, 1)[None]
         if window is not None and segment.sequences is not None:
             window = window.index_select(0, segment.sequences)
         if segment.row_ids is None:
             assert window is not None
             return window.transpose(1, 2)
-        num_heads, width = pool.shape[1:]
+        rows = pool.rows
         buffer = self._scratch.take(
-            name, (len(segment.row_ids), num_heads * width), pool.dtype, pool.device
+            name, (len(segment.row_ids), *rows.shape[1:]), rows.dtype, rows.device
         )
-        flat = pool.view(len(pool), num_heads * width)
-        torch.index_select(flat, 0, segment.row_ids, out=buffer)
-        gathered = buffer.view(segment.num_sequences, -1, num_heads, width)
+        gathered = self._values(name, pool.select(segment.row_ids, out=buffer), dtype)
+        gathered = gathered.view(segment.num_sequences, -1, *rows.shape[1:])
         if window is not None:
             gathered[:, segment.num_rows :] = window
         return gathered.transpose(1, 2)
+
+    def _values(self, name: str, stored: StoredRows, dtype: torch.dtype) -> Tensor:
+        if stored.scale is None and stored.rows.dtype == dtype:
+            return stored.rows
+        buffer = self._scratch.take(
+            f"{name} values", tuple(stored.rows.shape), dtype, stored.rows.device
+        )
+        return stored.values(dtype, out=buffer)

@@ -7,12 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attention.backends.base import DecodeKernel
+from attention.backends.base import DecodeCall, DecodeKernel, ExtendKernel, ReservedDecode
 from attention.backends.scratch import Scratch
-from attention.backends.torch_backend import TorchBackend
-from attention.backends.torch_extend import TorchExtendKernel
 from attention.interface import MLAGeometry
-from attention.rows import DecodeRows, ExtendRows
+from attention.rows import DecodeBounds, DecodeRows, ExtendRows
 
 if TYPE_CHECKING:
     from attention.dispatch import AttentionNeeds
@@ -28,19 +26,20 @@ _FIXED_SPLIT_KEYS = 1024
 
 
 class TritonBackend:
-    """The `triton` backend: decode and verify by our kernels, extend by stock torch operators.
+    """The `triton` backend: kernels of ours for decode, verify and extend.
 
-    The kernels' LSE is natural-log. Triton itself is imported when the first step is planned.
+    Their LSE is natural-log. Triton itself is imported when the first step is planned.
     """
 
     name = "triton"
 
     def __init__(self, *, deterministic: bool = False) -> None:
         """deterministic: split sequences at fixed places, so that the result of one does not
-        depend on the others in its batch. Slower for small batches of long sequences."""
+        depend on the others in its batch; in extend of MLA as far as the batched products by which
+        torch expands the latent do not. Slower for small batches of long sequences."""
+        self._deterministic = deterministic
         self._split_keys = _FIXED_SPLIT_KEYS if deterministic else None
         self._scratch = Scratch()
-        self._extend = TorchBackend()
 
     def refusals(self, needs: AttentionNeeds) -> list[str]:
         """Devices other than GPUs, absent triton, dtypes and sizes that no kernel has."""
@@ -52,8 +51,11 @@ class TritonBackend:
         if needs.dtype not in DTYPES:
             names = ", ".join(str(dtype) for dtype in DTYPES)
             reasons.append(f"dtype {needs.dtype} is not one of {names}")
-        if needs.kv_dtype != needs.dtype:
-            reasons.append(f"KV dtype {needs.kv_dtype} differs from the model dtype {needs.dtype}")
+        if needs.kv_dtype not in (needs.dtype, torch.float8_e4m3fn):
+            reasons.append(
+                f"KV dtype {needs.kv_dtype} is neither the model dtype {needs.dtype} nor "
+                f"{torch.float8_e4m3fn}"
+            )
         if needs.page_size > MAX_PAGE_SIZE:
             reasons.append(f"page_size {needs.page_size} is above {MAX_PAGE_SIZE}")
         return reasons + _width_refusals(needs)
@@ -68,9 +70,9 @@ class TritonBackend:
         device: torch.device,
     ) -> DecodeKernel:
         """See AttentionBackend."""
-        from attention.backends.triton_decode import TritonDecodeKernel
+        from attention.backends.triton_decode import plan_step
 
-        return TritonDecodeKernel(
+        return plan_step(
             rows,
             kv_index=kv_index,
             scale=scale,
@@ -80,11 +82,34 @@ class TritonBackend:
             device=device,
         )
 
+    def reserve_decode(
+        self, bounds: DecodeBounds, call: DecodeCall, device: torch.device
+    ) -> ReservedDecode:
+        """See CapturableBackend. Reserve the largest bounds first: partial results then share one
+        buffer."""
+        from attention.backends.triton_decode import ReservedTritonDecode
+
+        return ReservedTritonDecode(
+            bounds,
+            call,
+            split_keys=self._split_keys,
+            scratch=self._scratch,
+            device=device,
+        )
+
     def plan_extend(
         self, rows: ExtendRows, *, kv_index: tuple[int, ...], scale: float, device: torch.device
-    ) -> TorchExtendKernel:
+    ) -> ExtendKernel:
         """See AttentionBackend."""
-        return self._extend.plan_extend(rows, kv_index=kv_index, scale=scale, device=device)
+        from attention.backends.triton_extend import TritonExtendKernel
+
+        return TritonExtendKernel(
+            rows,
+            kv_index=kv_index,
+            scale=scale,
+            deterministic=self._deterministic,
+            device=device,
+        )
 
 
 def _width_refusals(needs: AttentionNeeds) -> list[str]:
@@ -93,6 +118,8 @@ def _width_refusals(needs: AttentionNeeds) -> list[str]:
         limits = [
             ("kv_lora_rank", geometry.kv_lora_rank, MAX_LATENT_RANK),
             ("qk_rope_head_dim", geometry.qk_rope_head_dim, MAX_ROPE_DIM),
+            ("qk_nope_head_dim", geometry.qk_nope_head_dim, MAX_HEAD_DIM),
+            ("v_head_dim", geometry.v_head_dim, MAX_HEAD_DIM),
         ]
     else:
         limits = [("head_dim", geometry.head_dim, MAX_HEAD_DIM)]

@@ -3,45 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from attention.backends import triton_kernels
+from attention.backends import triton_fp8_kernel, triton_kernels
+from attention.backends.base import DecodeCall, DecodeKernel
+from attention.backends.decode_launch import DecodeLaunch, KeyForm, launch_options, unpacks_fp8
+from attention.backends.device_plan import (
+    BLOCK_KEYS,
+    DevicePlan,
+    PlanSource,
+    ReservedPlan,
+    StepPlan,
+)
 from attention.backends.scratch import Scratch
-from attention.backends.split_plan import SplitPlan, balanced_plan, fixed_plan
-from attention.backends.triton_tuning import LaunchShape, launch_shape
-from attention.interface import AttentionResult, GQACache, MLACache
-from attention.rows import DecodeRows
-
-# Pieces start at multiples of this many keys, so that a tile never straddles two pages of that
-# size and every tile size up to it can use one plan.
-BLOCK_KEYS = 64
+from attention.backends.triton_tuning import LaunchShape
+from attention.interface import AttentionResult, GQACache, MLACache, SplitResult
+from attention.rows import DecodeBounds, DecodeRows, rows_of
 
 _LOG2_E = 1.4426950408889634
-# What the interpreter, which has no SMs, splits for.
-_INTERPRETED_SMS = 4
 
-
-@dataclass(frozen=True, slots=True)
-class _DevicePlan:
-    """A SplitPlan on the device, int32."""
-
-    plan: SplitPlan
-    pieces: Tensor
-    workers: Tensor
-    slot_starts: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class _Widths:
-    """Columns of a key: `dim` that are also the value's width, then `pe` (0 for GQA)."""
-
-    dim: int
-    pe: int
+# SCALES of split_attention.
+_NO_SCALES, _ONE_SCALE, _TOKEN_SCALES = range(3)
 
 
 class _Keys(NamedTuple):
@@ -49,6 +34,8 @@ class _Keys(NamedTuple):
 
     key: Tensor
     value: Tensor
+    key_scale: Tensor | None
+    value_scale: Tensor | None
     window_key: Tensor | None
     window_value: Tensor | None
 
@@ -59,276 +46,320 @@ class _Launch:
 
     grid: tuple[int, int]
     shape: LaunchShape
-    split: _DevicePlan
-    widths: _Widths
+    plan: DevicePlan
+    form: KeyForm
     results: tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class TritonDecodeKernel:
-    """One step's decode attention. Valid until the backend plans the next step.
-
-    The first layer's call cuts the batch into pieces and uploads them; later layers only launch.
-    """
+    """Decode attention with the plans of `plans`: of one step, or whatever step is in buffers."""
 
     def __init__(
-        self,
-        rows: DecodeRows,
-        *,
-        kv_index: tuple[int, ...],
-        scale: float,
-        value_width: int,
-        split_keys: int | None,
-        scratch: Scratch,
-        device: torch.device,
+        self, launch: DecodeLaunch, plans: PlanSource, *, scale: float, value_width: int
     ) -> None:
-        """split_keys: keys of a piece where results must not depend on the batch, else None.
-
-        Raises ValueError for a kv_index that decreases.
-        """
-        self._rows = rows
-        self._num_heads = len(kv_index)
-        self._head_starts_host = head_starts(kv_index)
-        self._group = max((b - a for a, b in pairwise(self._head_starts_host)), default=0)
+        """value_width: see AttentionBackend.plan_decode."""
+        self._launch = launch
+        self._rows = launch.rows
+        self._plans = plans
         self._scale = scale
         self._value_width = value_width
-        self._split_keys = split_keys
-        self._scratch = scratch
-        self._device = device
-        self._page_table = rows.page_table.to(torch.int32).contiguous().to(device)
-        self._head_starts = _on_device(self._head_starts_host, device)
-        self._plans: dict[tuple[int, int], _DevicePlan] = {}
 
     def gqa(
         self, q: Tensor, cache: GQACache, window_key: Tensor | None, window_value: Tensor | None
     ) -> AttentionResult:
         """See DecodeKernel."""
-        self._check_window(window_key, window_value)
-        keys = _Keys(cache.key, cache.value, window_key, window_value)
-        return self._attend(keys, q, _Widths(q.shape[-1], 0), is_mla=False)
+        return self._merge(self.gqa_splits(q, cache, window_key, window_value))
 
     def mla(self, q: Tensor, cache: MLACache, window_latent: Tensor | None) -> AttentionResult:
         """See DecodeKernel."""
+        return self._merge(self.mla_splits(q, cache, window_latent))
+
+    def gqa_splits(
+        self, q: Tensor, cache: GQACache, window_key: Tensor | None, window_value: Tensor | None
+    ) -> SplitResult:
+        """See SplitDecodeKernel."""
+        self._check_window(window_key, window_value)
+        keys = _Keys(*cache, window_key, window_value)
+        return self._attend(keys, q, q.shape[-1], is_mla=False)
+
+    def mla_splits(self, q: Tensor, cache: MLACache, window_latent: Tensor | None) -> SplitResult:
+        """See SplitDecodeKernel."""
         self._check_window(window_latent)
-        keys = _Keys(cache.latent, cache.latent, window_latent, window_latent)
-        widths = _Widths(self._value_width, q.shape[-1] - self._value_width)
-        return self._attend(keys, q, widths, is_mla=True)
+        latent, scale = cache
+        keys = _Keys(latent, latent, scale, scale, window_latent, window_latent)
+        return self._attend(keys, q, self._value_width, is_mla=True)
 
     def _check_window(self, *window: Tensor | None) -> None:
         if self._rows.has_window and any(part is None for part in window):
             raise ValueError("DCP rank 0 needs the in-hand rows of a verify step's window")
 
-    def _attend(self, keys: _Keys, q: Tensor, widths: _Widths, *, is_mla: bool) -> AttentionResult:
-        out = q.new_empty(q.shape[0], self._num_heads, widths.dim)
-        lse = q.new_empty(q.shape[0], self._num_heads, dtype=torch.float32)
-        if not q.shape[0] or not self._num_heads:
-            return AttentionResult(out, lse)
-        num_kv_heads = len(self._head_starts_host) - 1
-        num_rows = self._rows.window * self._group
-        shape = launch_shape(
+    def _attend(self, keys: _Keys, q: Tensor, dim: int, *, is_mla: bool) -> SplitResult:
+        num_tokens, num_heads, width = q.shape
+        out = q.new_empty(num_tokens, num_heads, dim)
+        lse = q.new_empty(num_tokens, num_heads, dtype=torch.float32)
+        if not num_tokens or not num_heads:
+            nothing = lse.new_empty(0)
+            return SplitResult(out, lse, nothing, nothing, nothing.to(torch.int32), 0)
+        form = KeyForm(
             is_mla=is_mla,
-            rows=num_rows,
-            keys=sum(self._rows.committed_lens),
-            dim=widths.dim,
-            itemsize=keys.key.element_size(),
-            has_gluon=is_mla and self._has_gluon(keys.key, widths),
+            dim=dim,
+            pe=width - dim,
+            dtype=q.dtype,
+            kv_dtype=keys.key.dtype,
+            row_stride=keys.key.stride(1),
         )
-        row_blocks = num_kv_heads * -(-num_rows // shape.block_rows)
-        split = self._split(shape, row_blocks)
-        launch = _Launch(
-            grid=(row_blocks, split.plan.num_workers),
-            shape=shape,
-            split=split,
-            widths=widths,
-            results=(out, lse, *self._partials(split.plan.num_slots, widths.dim)),
-        )
-        if shape.gluon:
+        shape = self._launch.shape(form)
+        plan = self._plans.device_plan(self._launch.limits(shape))
+        parts = self._plans.partials(self._rows.window * num_heads, dim)
+        grid = (self._launch.num_row_blocks(shape), plan.num_workers)
+        launch = _Launch(grid, shape, plan, form, (out, lse, *parts))
+        if shape.wide:
+            self._launch_wide(launch, q.contiguous(), keys)
+        elif shape.gluon:
             self._launch_hopper(launch, q.contiguous(), keys)
+        elif self._launch.has_pairs(form):
+            self._launch_pairs(launch, q.contiguous(), keys)
         else:
-            self._launch_portable(launch, q.contiguous(), keys, is_mla=is_mla)
-        if split.plan.max_slots:
-            self._merge(launch)
-        return AttentionResult(out, lse)
+            self._launch_portable(launch, q.contiguous(), keys)
+        return SplitResult(out, lse, *parts, plan.slot_starts, plan.max_slots)
 
     def _options(self, launch: _Launch) -> dict[str, Any]:
-        """What both split kernels are compiled for."""
+        """What the split kernels are compiled for."""
         rows, shape = self._rows, launch.shape
-        has_pdl = _has_dependent_launch(self._device)
         return {
-            "NUM_HEADS": self._num_heads,
+            "NUM_HEADS": self._launch.num_heads,
             "WINDOW": rows.window,
             "HAS_WINDOW": rows.has_window,
             "CAUSAL": rows.window_mask == "causal",
             "PAGE_SIZE": rows.page_size,
-            "DIM": launch.widths.dim,
-            "PE": launch.widths.pe,
-            "SWAP": shape.swap,
+            "DIM": launch.form.dim,
+            "PE": launch.form.pe,
             "BLOCK_ROWS": shape.block_rows,
-            "PDL": has_pdl,
             "num_warps": shape.num_warps,
-            **_launch_options(has_pdl),
+            **launch_options(self._launch.device),
         }
 
     def _launch_hopper(self, launch: _Launch, q: Tensor, keys: _Keys) -> None:
         from attention.backends import gluon_mla_kernel
 
-        latent, widths = keys.key, launch.widths
+        latent, plan = keys.key, launch.plan
         has_tma = self._rows.page_size % BLOCK_KEYS == 0
         descriptors: tuple[object, ...] = (latent, latent)
         if has_tma:
-            descriptors = gluon_mla_kernel.descriptors(latent, widths.dim, widths.pe)
+            descriptors = gluon_mla_kernel.descriptors(latent, launch.form.dim, launch.form.pe)
         gluon_mla_kernel.split_mla[launch.grid](
             q,
             latent,
             *descriptors,
             q if keys.window_key is None else keys.window_key.contiguous(),
             *launch.results,
-            self._page_table,
-            launch.split.workers,
-            launch.split.pieces,
+            plan.page_table,
+            plan.workers,
+            plan.pieces,
             self._scale * _LOG2_E,
-            self._page_table.stride(0),
+            plan.page_table.stride(0),
             TMA=has_tma,
+            SWAP=launch.shape.swap,
             PRODUCT_FIRST=launch.shape.product_first,
             **self._options(launch),
         )
 
-    def _launch_portable(self, launch: _Launch, q: Tensor, keys: _Keys, *, is_mla: bool) -> None:
-        triton_kernels.split_attention[launch.grid](
-            q,
-            keys.key,
-            keys.value,
-            q if keys.window_key is None else keys.window_key.contiguous(),
-            q if keys.window_value is None else keys.window_value.contiguous(),
+    def _launch_wide(self, launch: _Launch, q: Tensor, keys: _Keys) -> None:
+        from attention.backends import gluon_mla_wide_kernel
+
+        rows, plan = self._rows, launch.plan
+        window = q if keys.window_key is None else keys.window_key.contiguous()
+        gluon_mla_wide_kernel.split_mla_wide[launch.grid](
+            *gluon_mla_wide_kernel.descriptors(q),
+            *gluon_mla_wide_kernel.descriptors(keys.key),
+            *gluon_mla_wide_kernel.descriptors(window),
             *launch.results,
-            self._page_table,
-            launch.split.workers,
-            launch.split.pieces,
-            self._head_starts,
+            plan.page_table,
+            plan.workers,
+            plan.pieces,
             self._scale * _LOG2_E,
-            self._page_table.stride(0),
-            keys.key.stride(1),
-            keys.value.stride(1),
-            NUM_KV_HEADS=len(self._head_starts_host) - 1,
-            GROUP=self._group,
-            DIM_PAD=_padded(launch.widths.dim),
-            PE_PAD=_padded(launch.widths.pe),
-            IS_MLA=is_mla,
-            BLOCK_KEYS=launch.shape.block_keys,
-            BLOCK_WINDOW=16,
-            STAGES=launch.shape.num_stages,
+            plan.page_table.stride(0),
+            NUM_HEADS=self._launch.num_heads,
+            WINDOW=rows.window,
+            HAS_WINDOW=rows.has_window,
+            CAUSAL=rows.window_mask == "causal",
+            PAGE_SIZE=rows.page_size,
+            num_warps=launch.shape.num_warps,
+            maxnreg=gluon_mla_wide_kernel.MAX_REGISTERS,
+            **launch_options(self._launch.device),
+        )
+
+    def _launch_pairs(self, launch: _Launch, q: Tensor, keys: _Keys) -> None:
+        key, value = keys.key.view(torch.int16), keys.value.view(torch.int16)
+        triton_fp8_kernel.split_fp8[launch.grid](
+            *self._pool_arguments(launch, q, keys._replace(key=key, value=value)),
+            HALF_PAD=_padded(launch.form.dim // 2),
+            HALF_PE_PAD=_padded(launch.form.pe // 2),
+            PTX=unpacks_fp8(self._launch.device),
+            **self._pool_options(launch, keys),
             **self._options(launch),
         )
 
-    def _merge(self, launch: _Launch) -> None:
-        out = launch.results[0]
-        num_tokens, num_heads, dim = out.shape
-        block_slots = min(256, _padded(launch.split.plan.max_slots, least=2))
-        block_dim = min(_padded(dim), max(32, 8192 // block_slots))
-        has_pdl = _has_dependent_launch(self._device)
-        triton_kernels.merge_splits[(num_tokens * num_heads, -(-dim // block_dim))](
+    def _launch_portable(self, launch: _Launch, q: Tensor, keys: _Keys) -> None:
+        triton_kernels.split_attention[launch.grid](
+            *self._pool_arguments(launch, q, keys),
+            DIM_PAD=_padded(launch.form.dim),
+            PE_PAD=_padded(launch.form.pe),
+            SWAP=launch.shape.swap,
+            **self._pool_options(launch, keys),
+            **self._options(launch),
+        )
+
+    def _pool_arguments(self, launch: _Launch, q: Tensor, keys: _Keys) -> tuple[object, ...]:
+        """Arguments of split_attention and split_fp8."""
+        plan = launch.plan
+        key_scale, value_scale = (
+            q if scale is None else scale for scale in (keys.key_scale, keys.value_scale)
+        )
+        return (
+            q,
+            keys.key,
+            keys.value,
+            key_scale,
+            value_scale,
+            q if keys.window_key is None else keys.window_key.contiguous(),
+            q if keys.window_value is None else keys.window_value.contiguous(),
             *launch.results,
-            launch.split.slot_starts,
-            ROWS=self._rows.window * num_heads,
-            DIM=dim,
-            BLOCK_SLOTS=block_slots,
-            BLOCK_DIM=block_dim,
-            PDL=has_pdl,
-            num_warps=4,
-            **_launch_options(has_pdl),
+            plan.page_table,
+            plan.workers,
+            plan.pieces,
+            plan.head_starts,
+            self._scale * _LOG2_E,
+            plan.page_table.stride(0),
+            keys.key.stride(1),
+            keys.value.stride(1),
+            _row_stride(key_scale),
+            _row_stride(value_scale),
         )
 
-    def _has_gluon(self, latent: Tensor, widths: _Widths) -> bool:
-        """Whether the Hopper kernel serves this pool: 16-bit rows without gaps, powers of two."""
-        return (
-            triton_kernels.HAS_GLUON
-            and _is_hopper(self._device)
-            and latent.element_size() == 2
-            and latent.stride(1) == widths.dim + widths.pe
-            and widths.dim in (64, 128, 256, 512)
-            and widths.pe in (16, 32, 64)
-            and self._rows.window <= BLOCK_KEYS
-        )
+    def _pool_options(self, launch: _Launch, keys: _Keys) -> dict[str, Any]:
+        """What both kernels are compiled for, beside _options."""
+        return {
+            "NUM_KV_HEADS": self._launch.num_kv_heads,
+            "GROUP": self._launch.group_size,
+            "IS_MLA": launch.form.is_mla,
+            "SCALES": _scale_kind(keys),
+            "BLOCK_KEYS": launch.shape.block_keys,
+            "BLOCK_WINDOW": 16,
+            "STAGES": launch.shape.num_stages,
+        }
 
-    def _split(self, shape: LaunchShape, row_blocks: int) -> _DevicePlan:
-        """The plan for this launch, made once a step."""
-        workers = max(1, num_sms(self._device) * shape.programs_per_sm // row_blocks)
-        key = (workers, shape.min_blocks)
-        if key not in self._plans:
-            adds_window = [self._rows.has_window and not pad for pad in self._rows.is_padding]
-            lengths = self._rows.committed_lens
-            if self._split_keys is None:
-                plan = balanced_plan(
-                    lengths,
-                    adds_window,
-                    block_keys=BLOCK_KEYS,
-                    max_workers=workers,
-                    min_blocks=shape.min_blocks,
-                )
-            else:
-                plan = fixed_plan(lengths, adds_window, split_keys=self._split_keys)
-            pages = self._rows.page_table.numpy()
-            records = plan.worker_records(lambda b, i: int(pages[b, i]), self._rows.page_size)
-            self._plans[key] = _DevicePlan(
-                plan,
-                _on_device([field for piece in plan.pieces for field in piece], self._device),
-                _on_device(records, self._device),
-                _on_device(plan.slot_starts, self._device),
+    def _merge(self, splits: SplitResult) -> AttentionResult:
+        out, lse, part_out, part_lse, slot_starts, max_slots = splits
+        if max_slots:
+            num_tokens, num_heads, dim = out.shape
+            block_slots, block_dim = merge_blocks(
+                max_slots, len(part_out), len(slot_starts) - 1, dim
             )
-        return self._plans[key]
+            triton_kernels.merge_splits[(num_tokens * num_heads, -(-dim // block_dim))](
+                out,
+                lse,
+                part_out,
+                part_lse,
+                slot_starts,
+                ROWS=self._rows.window * num_heads,
+                DIM=dim,
+                BLOCK_SLOTS=block_slots,
+                BLOCK_DIM=block_dim,
+                num_warps=4,
+                **launch_options(self._launch.device),
+            )
+        return AttentionResult(out, lse)
 
-    def _partials(self, num_slots: int, dim: int) -> tuple[Tensor, Tensor]:
-        rows = self._rows.window * self._num_heads
-        return (
-            self._scratch.take("part_out", (num_slots, rows, dim), torch.float32, self._device),
-            self._scratch.take("part_lse", (num_slots, rows), torch.float32, self._device),
+
+class ReservedTritonDecode:
+    """See ReservedDecode."""
+
+    def __init__(
+        self,
+        bounds: DecodeBounds,
+        call: DecodeCall,
+        *,
+        split_keys: int | None,
+        scratch: Scratch,
+        device: torch.device,
+    ) -> None:
+        """split_keys: as in StepPlan."""
+        launch = DecodeLaunch(bounds, call.kv_index, device)
+        form = KeyForm(
+            is_mla=call.is_mla,
+            dim=call.value_width,
+            pe=call.key_width - call.value_width,
+            dtype=call.dtype,
+            kv_dtype=call.kv_dtype,
+            row_stride=call.key_width * (1 if call.is_mla else launch.num_kv_heads),
+        )
+        self._plans = ReservedPlan(
+            bounds,
+            launch.limits(launch.shape(form)),
+            head_starts=launch.head_starts,
+            split_keys=split_keys,
+            device=device,
+        )
+        rows = bounds.window * launch.num_heads
+        self._plans.reserve_partials(scratch, rows, call.value_width, device)
+        self._kernel = TritonDecodeKernel(
+            launch, self._plans, scale=call.scale, value_width=call.value_width
         )
 
+    def fill(self, rows: DecodeRows) -> DecodeKernel:
+        """See ReservedDecode."""
+        self._plans.fill(rows)
+        return self._kernel
 
-def head_starts(kv_index: tuple[int, ...]) -> list[int]:
-    """First query head of each KV head in the cache, and the number of query heads at the end.
 
-    Raises ValueError where kv_index, the KV head of each query head, decreases.
+def plan_step(
+    rows: DecodeRows,
+    *,
+    kv_index: tuple[int, ...],
+    scale: float,
+    value_width: int,
+    split_keys: int | None,
+    scratch: Scratch,
+    device: torch.device,
+) -> TritonDecodeKernel:
+    """The kernel of one step. Arguments as in AttentionBackend.plan_decode and StepPlan."""
+    launch = DecodeLaunch(rows, kv_index, device)
+    plans = StepPlan(
+        rows,
+        head_starts=launch.head_starts,
+        split_keys=split_keys,
+        scratch=scratch,
+        device=device,
+    )
+    return TritonDecodeKernel(launch, plans, scale=scale, value_width=value_width)
+
+
+def merge_blocks(max_slots: int, num_slots: int, num_sequences: int, dim: int) -> tuple[int, int]:
+    """Slots and columns of a tile of the merge.
+
+    A single sequence has all slots and too few rows to fill the GPU: all slots at once and narrow
+    columns. Of many sequences one may have them all, but most have few: they decide.
     """
-    if list(kv_index) != sorted(kv_index):
-        raise ValueError(f"kv_index {kv_index} must not decrease")
-    num_kv_heads = kv_index[-1] + 1 if kv_index else 0
-    starts = [0] * (num_kv_heads + 1)
-    for kv_head in kv_index:
-        starts[kv_head + 1] += 1
-    for i in range(num_kv_heads):
-        starts[i + 1] += starts[i]
-    return starts
+    usual = min(max_slots, max(2, 4 * num_slots // num_sequences))
+    block_slots = min(256, _padded(usual, least=2))
+    return block_slots, min(_padded(dim), max(32, 8192 // block_slots))
 
 
-@lru_cache
-def num_sms(device: torch.device) -> int:
-    """Multiprocessors (compute units on AMD) of the device."""
-    if device.type == "cpu":
-        return _INTERPRETED_SMS
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+def _scale_kind(keys: _Keys) -> int:
+    """SCALES of the kernels. Raises ValueError where keys and values have scales of two kinds."""
+    kinds = [
+        _NO_SCALES if s is None else _ONE_SCALE if s.numel() == 1 else _TOKEN_SCALES
+        for s in (keys.key_scale, keys.value_scale)
+    ]
+    if kinds[0] != kinds[1]:
+        raise ValueError("keys and values must both have one scale, one a token, or none")
+    return kinds[0]
 
 
-@lru_cache
-def _has_dependent_launch(device: torch.device) -> bool:
-    """Whether a kernel can be launched before the one that it depends on has ended (Hopper on)."""
-    if device.type == "cpu" or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-@lru_cache
-def _is_hopper(device: torch.device) -> bool:
-    if device.type == "cpu" or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(device) == (9, 0)
-
-
-def _launch_options(pdl: bool) -> dict[str, bool]:
-    return {"launch_pdl": True} if pdl else {}
-
-
-def _on_device(values: list[int] | tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32).to(device)
+def _row_stride(scale: Tensor) -> int:
+    """Elements between the scales of two rows, which must lie at one distance all over the pool."""
+    return scale.stride(0) if scale.dim() == 1 else rows_of(scale).stride(0)
 
 
 def _padded(width: int, least: int = 16) -> int:

@@ -20,6 +20,9 @@ _WORKER = tl.constexpr(8)
 HAS_GLUON = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6)
 
 _LN2 = tl.constexpr(0.6931471805599453)
+# Smaller scales of values count as this one, 2 ** _LEAST_BIAS.
+_LEAST_SCALE = tl.constexpr(2.0**-100)
+_LEAST_BIAS = tl.constexpr(-100.0)
 
 
 @triton.jit
@@ -37,20 +40,29 @@ def _scores(q, q_pe, k, k_pe, qk_scale, SWAP: tl.constexpr, HAS_PE: tl.constexpr
 
 
 @triton.jit
-def _accumulate(scores, v, top, total, acc, SWAP: tl.constexpr):
-    """Online softmax over one tile of keys. Every row sees a key in its first tile."""
+def _accumulate(scores, bias, v, top, total, acc, SWAP: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """Online softmax over one tile of keys. Every row sees a key in its first tile.
+
+    bias: log2 of the factor by which a key's value is larger than v. `top` is the largest score
+    with its bias, so that the weights of v are at most 1 and keep their precision in 16 bits.
+    """
+    biased = scores
+    if HAS_BIAS:
+        biased += bias[:, None] if SWAP else bias[None, :]
     if SWAP:
-        new_top = tl.maximum(top, tl.max(scores, 0))
-        weights = tl.exp2(scores - new_top[None, :])
+        new_top = tl.maximum(top, tl.max(biased, 0))
+        weights = tl.exp2(biased - new_top[None, :])
         shrink = tl.exp2(top - new_top)
-        total = total * shrink + tl.sum(weights, 0)
+        shares = tl.exp2(scores - new_top[None, :]) if HAS_BIAS else weights
+        total = total * shrink + tl.sum(shares, 0)
         acc = acc * shrink[None, :]
         acc = tl.dot(tl.trans(v), weights.to(v.dtype), acc=acc, input_precision="ieee")
     else:
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_top[:, None])
+        new_top = tl.maximum(top, tl.max(biased, 1))
+        weights = tl.exp2(biased - new_top[:, None])
         shrink = tl.exp2(top - new_top)
-        total = total * shrink + tl.sum(weights, 1)
+        shares = tl.exp2(scores - new_top[:, None]) if HAS_BIAS else weights
+        total = total * shrink + tl.sum(shares, 1)
         acc = acc * shrink[:, None]
         acc = tl.dot(weights.to(v.dtype), v, acc=acc, input_precision="ieee")
     return new_top, total, acc
@@ -61,6 +73,8 @@ def split_attention(
     q_ptr,  # [B*w, H, D + PE]
     k_ptr,  # [rows, Hk, D] or, for MLA, [rows, D + PE]
     v_ptr,  # [rows, Hk, D]; not read for MLA
+    k_scale_ptr,  # float32, true key = stored * scale: one, or [rows, Hk]
+    v_scale_ptr,  # the same of values; for MLA the same as k_scale_ptr
     window_k_ptr,  # [B*w, Hk, D] or [B*w, D + PE]
     window_v_ptr,  # [B*w, Hk, D]
     out_ptr,  # [B*w, H, D]
@@ -75,6 +89,8 @@ def split_attention(
     page_table_stride,
     k_stride,  # elements between rows of k
     v_stride,
+    k_scale_stride,  # elements between rows of k_scale
+    v_scale_stride,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -87,6 +103,7 @@ def split_attention(
     PE: tl.constexpr,
     PE_PAD: tl.constexpr,
     IS_MLA: tl.constexpr,
+    SCALES: tl.constexpr,  # 0: none, 1: one, 2: one a row and KV head
     SWAP: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
@@ -123,6 +140,7 @@ def split_attention(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
+    pool_qk_scale = qk_scale * tl.load(k_scale_ptr) if SCALES == 1 else qk_scale
     first_piece = tl.load(workers_ptr + tl.program_id(1) * _WORKER)
     end_piece = tl.load(workers_ptr + tl.program_id(1) * _WORKER + 1)
     for piece in range(first_piece, end_piece):
@@ -178,13 +196,13 @@ def split_attention(
                 k_head_ptr + (pool_row * k_stride)[:, None] + dim[None, :],
                 mask=is_key[:, None] & is_dim[None, :],
                 other=0.0,
-            )
+            ).to(q.dtype)
             if IS_MLA:
                 k_pe = tl.load(
                     k_head_ptr + (pool_row * k_stride)[:, None] + (DIM + pe)[None, :],
                     mask=is_key[:, None] & is_pe[None, :],
                     other=0.0,
-                )
+                ).to(q.dtype)
                 v = k
             else:
                 k_pe = k
@@ -192,13 +210,29 @@ def split_attention(
                     v_head_ptr + (pool_row * v_stride)[:, None] + dim[None, :],
                     mask=is_key[:, None] & is_dim[None, :],
                     other=0.0,
+                ).to(q.dtype)
+            scores = _scores(q, q_pe, k, k_pe, pool_qk_scale, SWAP, IS_MLA)
+            bias = top
+            if SCALES == 2:
+                k_scale = tl.load(
+                    k_scale_ptr + pool_row * k_scale_stride + kv_head, mask=is_key, other=1.0
                 )
-            scores = _scores(q, q_pe, k, k_pe, qk_scale, SWAP, IS_MLA)
+                scores *= k_scale[:, None] if SWAP else k_scale[None, :]
+                if IS_MLA:
+                    v_scale = k_scale
+                else:
+                    v_scale = tl.load(
+                        v_scale_ptr + pool_row * v_scale_stride + kv_head, mask=is_key, other=1.0
+                    )
+                # A bias of -inf would leave a row of such keys without a top.
+                bias = tl.where(v_scale < _LEAST_SCALE, _LEAST_BIAS, tl.log2(v_scale))
             if SWAP:
                 scores = tl.where(is_key[:, None], scores, float("-inf"))
             else:
                 scores = tl.where(is_key[None, :], scores, float("-inf"))
-            top, total, acc = _accumulate(scores, v, top, total, acc, SWAP)
+            top, total, acc = _accumulate(scores, bias, v, top, total, acc, SWAP, SCALES == 2)
+        if SCALES == 1:
+            acc *= tl.load(v_scale_ptr)
 
         if HAS_WINDOW and tl.load(fields + 4) > 0:
             for tile in range(0, WINDOW, BLOCK_WINDOW):
@@ -238,7 +272,7 @@ def split_attention(
                     if CAUSAL:
                         visible = visible & (place[None, :] <= query[:, None])
                 scores = tl.where(visible, scores, float("-inf"))
-                top, total, acc = _accumulate(scores, v, top, total, acc, SWAP)
+                top, total, acc = _accumulate(scores, top, v, top, total, acc, SWAP, False)
 
         has_keys = total > 0
         share = tl.where(has_keys, 1.0 / total, 0.0)

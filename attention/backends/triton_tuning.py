@@ -10,6 +10,7 @@ class LaunchShape:
     """How the split kernel is launched.
 
     gluon: the Hopper kernel of gluon_mla_kernel instead of the portable one; tiles of 64 keys.
+    wide: with gluon, that of gluon_mla_wide_kernel: block_rows 64, 4 warps, and 4 that it adds.
     product_first: with gluon, start a tile's first product before the next tile's copy: better
         where products and not memory are waited for.
     swap: computes scores as keys x rows, so that few rows still fill a tensor core instruction.
@@ -25,36 +26,54 @@ class LaunchShape:
     block_keys: int = 64
     num_stages: int = 2
     gluon: bool = False
+    wide: bool = False
     product_first: bool = False
     programs_per_sm: int = 1
     min_blocks: int = 1
 
 
 def launch_shape(
-    *, is_mla: bool, rows: int, keys: int, dim: int, itemsize: int, has_gluon: bool
+    *,
+    is_mla: bool,
+    rows: int,
+    keys: int,
+    dim: int,
+    itemsize: int,
+    has_gluon: bool,
+    has_wide: bool,
 ) -> LaunchShape:
     """The shape for `rows` rows a KV head, value width `dim` and KV elements of `itemsize` bytes.
 
-    keys: of all sequences of the batch together. has_gluon: whether gluon_mla_kernel can serve
-    the call.
+    keys: of all sequences of the batch together. has_gluon, has_wide: whether gluon_mla_kernel and
+    gluon_mla_wide_kernel can serve the call.
     """
     if itemsize > 2:
         return LaunchShape(swap=False, block_rows=16, block_keys=16, num_warps=4)
+    if itemsize == 1:
+        return _fp8_shape(rows, dim)
     if not is_mla:
         return _gqa_shape(rows, dim)
-    return _gluon_shape(rows, keys) if has_gluon else _mla_shape(rows)
+    return _gluon_shape(rows, keys, has_wide) if has_gluon else _mla_shape(rows)
 
 
-def _gluon_shape(rows: int, keys: int) -> LaunchShape:
+# Below this a block of 64 rows has too few tiles a program for two warpgroups to take turns.
+_MANY_KEYS = 256 << 10
+
+
+def _gluon_shape(rows: int, keys: int, has_wide: bool) -> LaunchShape:
     # A second block of keys costs less than one more partial result where rows are many.
     if rows <= 16:
         return LaunchShape(gluon=True, swap=True, block_rows=16, num_warps=4)
     if rows <= 32:
         return LaunchShape(gluon=True, swap=True, block_rows=32, num_warps=4, min_blocks=2)
+    if has_wide and (rows > 64 or keys >= _MANY_KEYS):
+        return LaunchShape(
+            gluon=True, wide=True, swap=False, block_rows=64, num_warps=4, min_blocks=4
+        )
     # Short pieces and a single block of rows wait for memory.
     return LaunchShape(
         gluon=True,
-        product_first=rows > 64 or keys >= 256 << 10,
+        product_first=rows > 64 or keys >= _MANY_KEYS,
         swap=False,
         block_rows=64,
         num_warps=8,
@@ -89,3 +108,28 @@ def _gqa_shape(rows: int, dim: int) -> LaunchShape:
     return LaunchShape(
         swap=False, block_rows=16, block_keys=32, num_warps=2, num_stages=6, programs_per_sm=6
     )
+
+
+# An 8-bit pool with float32 products: converted tiles of a pipeline do not fit in registers.
+FP8_IN_FLOAT32 = LaunchShape(swap=False, block_rows=16, block_keys=16, num_warps=4, num_stages=1)
+
+
+def _fp8_shape(rows: int, dim: int) -> LaunchShape:
+    """Of triton_fp8_kernel. Where scales are per token a few programs less would be better or
+    worse by shape; these are the best for one scale and near it for many."""
+    block_rows = 16 if rows <= 16 else 32
+    if dim > 256:
+        return LaunchShape(
+            swap=False,
+            block_rows=block_rows,
+            num_warps=4 if rows <= 16 else 8,
+            num_stages=5,
+            programs_per_sm=2 if rows <= 16 else 1,
+        )
+    if dim > 128 or rows > 16:
+        return LaunchShape(
+            swap=False, block_rows=block_rows, num_warps=4, num_stages=5, programs_per_sm=2
+        )
+    if dim > 64:
+        return LaunchShape(swap=False, block_rows=16, num_warps=4, num_stages=5, programs_per_sm=3)
+    return LaunchShape(swap=False, block_rows=16, num_warps=2, num_stages=5, programs_per_sm=6)

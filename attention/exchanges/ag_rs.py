@@ -8,15 +8,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from attention.exchanges.pieces import pieces_for
 from attention.interface import AttentionResult, Group
-from attention.merge import merge_weights, weigh
 
 if TYPE_CHECKING:
     from attention.dispatch import AttentionNeeds
 
 
 class AgRsExchange:
-    """Two collectives; twice the bytes of a2a for a 16-bit model, and sums taken on the wire."""
+    """Two collectives; twice the bytes of a2a for a 16-bit model, and sums taken on the wire.
+
+    On a GPU four launches: all-gather, scale, reduce-scatter, and the cast to the model dtype.
+    """
 
     name = "ag_rs"
 
@@ -31,16 +34,7 @@ class AgRsExchange:
     def combine(self, partial: AttentionResult, head_splits: Sequence[int], group: Group) -> Tensor:
         """See Exchange. Head chunks are padded to the largest, ceil(H / c)."""
         out, lse = partial
-        weights = merge_weights(group.all_gather(lse.contiguous()))[group.rank]
-        pieces = weigh(out.float(), weights).split_with_sizes(list(head_splits), dim=1)
-        num_tokens, _, width = out.shape
-        if len(set(head_splits)) == 1:
-            send = torch.stack(pieces)
-        else:
-            send = out.new_zeros(
-                len(pieces), num_tokens, max(head_splits), width, dtype=torch.float32
-            )
-            for slot, piece in zip(send, pieces, strict=True):
-                slot[:, : piece.shape[1]] = piece
+        lses = group.all_gather(lse.contiguous())
+        send = pieces_for(out.device.type).weigh(out, lses, group.rank, head_splits)
         received = group.reduce_scatter(send)
         return received[:, : head_splits[group.rank]].to(out.dtype)

@@ -19,7 +19,11 @@ class ChildError(UnavailableError):
 
 
 class Child:
-    """A service in a session of its own, so that a terminal's Ctrl-C spares it."""
+    """A service in a process group of its own, so that a terminal's Ctrl-C spares it.
+
+    Not in a session of its own: Linux gives each session an equal share of the cores, and a
+    coordinator would wait for workers' computing threads however nice these are.
+    """
 
     def __init__(self, name: str, command: Sequence[str], directory: Path) -> None:
         """Start `command` with flags for its ready file and parent; both files in `directory`."""
@@ -34,7 +38,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
+                process_group=0,
             )
 
     @property

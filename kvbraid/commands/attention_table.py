@@ -1,15 +1,24 @@
-"""Which attention backend this machine would take, by kind, operation and stripe width."""
+"""What each attention backend serves on this machine, by kind, operation and stripe width."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from attention.dispatch import OPERATIONS, AttentionNeeds, UnsupportedCombination, choose
+from attention.dispatch import (
+    BACKENDS,
+    OPERATIONS,
+    AttentionNeeds,
+    UnsupportedCombination,
+    choose,
+)
 from attention.interface import GQAGeometry, MLAGeometry
 
+DCP_SIZES = (1, 2, 4, 8)
 _TP_SIZE = 8
-_DCP_SIZES = (1, 2, 4, 8)
-_PAGE_SIZE = 16
+# One that all kernels with paged pools take.
+_PAGE_SIZE = 64
 # Shapes that stand for their kind: Llama 3 8B and DeepSeek V3.
 _KINDS: dict[str, tuple[GQAGeometry | MLAGeometry, int, int]] = {
     "gqa": (GQAGeometry(head_dim=128, softmax_scale=128**-0.5), 32, 8),
@@ -27,25 +36,30 @@ _KINDS: dict[str, tuple[GQAGeometry | MLAGeometry, int, int]] = {
 }
 
 
-def attention_table() -> list[dict[str, str]]:
-    """One row a kind and operation: for each c the backend, or "refused: why"."""
+def attention_table(dcp_sizes: Sequence[int] = DCP_SIZES) -> list[dict[str, str]]:
+    """One row a kind, backend and operation: for each c "ok" or the first reason against it.
+
+    Rows of backend "auto" name the backend that would be taken instead of "ok".
+    """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return [
-        {"kind": kind, "operation": operation, "device": device}
-        | {f"c={c}": _choice(kind, operation, c, device) for c in _DCP_SIZES}
+        {"kind": kind, "backend": backend, "operation": operation, "device": device}
+        | {f"c={c}": _cell(_needs(kind, operation, c, device), backend) for c in dcp_sizes}
         for kind in _KINDS
+        for backend in ("auto", *BACKENDS)
         for operation in OPERATIONS
     ]
 
 
-def _choice(kind: str, operation: str, dcp_size: int, device: str) -> str:
+def _needs(kind: str, operation: str, dcp_size: int, device: str) -> AttentionNeeds:
     geometry, num_q_heads, num_kv_heads = _KINDS[kind]
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    needs = AttentionNeeds(
+    return AttentionNeeds(
         geometry=geometry,
         num_q_heads=num_q_heads,
         num_kv_heads=num_kv_heads,
-        tp_size=_TP_SIZE,
+        # Of 8 ranks where they can be grouped so, else of one group.
+        tp_size=_TP_SIZE if dcp_size > 0 and _TP_SIZE % dcp_size == 0 else dcp_size,
         dcp_size=dcp_size,
         page_size=_PAGE_SIZE,
         device=device,
@@ -53,7 +67,11 @@ def _choice(kind: str, operation: str, dcp_size: int, device: str) -> str:
         kv_dtype=dtype,
         operations=frozenset({operation}),
     )
+
+
+def _cell(needs: AttentionNeeds, backend: str) -> str:
     try:
-        return type(choose(needs).backend).__name__
+        choice = choose(needs, backend=backend)
     except UnsupportedCombination as refusal:
-        return f"refused: {'; '.join(refusal.reasons)}"
+        return refusal.reasons[0].removeprefix(f"backend {backend}: ")
+    return choice.backend.name if backend == "auto" else "ok"

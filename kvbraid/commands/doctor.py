@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from kvbraid import __version__
@@ -18,6 +19,8 @@ _PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "grpcio", "protobuf"
 # Transport -> module that it needs.
 _TRANSPORTS = {"shared_memory": "mmap", "grpc_push": "grpc", "nixl": "nixl_cu12"}
 _SHARED_MEMORY = Path("/dev/shm")
+_DCP_SIZES = (1, 2, 4, 8)
+_LONG_CELL = 16
 
 Report = dict[str, object]
 
@@ -25,17 +28,24 @@ Report = dict[str, object]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags."""
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--dcp",
+        type=_sizes,
+        default=_DCP_SIZES,
+        metavar="C,C,...",
+        help="stripe widths of the attention table [1,2,4,8]",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the report. Exit code 1 when something that KVBraid cannot do without is missing."""
-    report = examine()
+    report = examine(arguments.dcp)
     print(json.dumps(report, indent=2) if arguments.json else _as_text(report))
     return 1 if report["problems"] else 0
 
 
-def examine() -> Report:
-    """Everything the command prints, by section."""
+def examine(dcp_sizes: Sequence[int] = _DCP_SIZES) -> Report:
+    """Everything the command prints, by section. dcp_sizes: columns of the attention table."""
     versions = {name: _version(name) for name in _PACKAGES}
     problems = [f"{name} is not installed" for name, found in versions.items() if found is None]
     shared_memory = _shared_memory()
@@ -52,7 +62,7 @@ def examine() -> Report:
         "devices": _devices() if versions["torch"] else [],
         "shared_memory": shared_memory,
         "transports": {name: _can_import(module) for name, module in _TRANSPORTS.items()},
-        "attention": _attention() if versions["torch"] else [],
+        "attention": _attention(dcp_sizes) if versions["torch"] else [],
         "problems": problems,
     }
 
@@ -81,11 +91,19 @@ def _devices() -> list[str]:
     return [f"cpu ({torch.get_num_threads()} threads)", *gpus]
 
 
-def _attention() -> list[dict[str, str]]:
+def _attention(dcp_sizes: Sequence[int]) -> list[dict[str, str]]:
     """Backends by operation and stripe width, as the engine would choose them here."""
     table = importlib.import_module("kvbraid.commands.attention_table")
-    rows: list[dict[str, str]] = table.attention_table()
+    rows: list[dict[str, str]] = table.attention_table(dcp_sizes)
     return rows
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    """The flag's value: 1,2,4 -> (1, 2, 4)."""
+    parts = text.split(",")
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} must be sizes >= 1, as in 1,2,4,8")
+    return tuple(map(int, parts))
 
 
 def _as_text(report: Report) -> str:
@@ -112,5 +130,17 @@ def _table(rows: list[dict[str, str] | str]) -> list[str]:
     records = [row for row in rows if isinstance(row, dict)]
     if not records:
         return [str(row) for row in rows]
-    cells = [list(records[0]), *(list(record.values()) for record in records)]
-    return ["  ".join(f"{cell:12}" for cell in line).rstrip() for line in cells]
+    cells = [list(records[0]), *(_without_repeats(list(record.values())) for record in records)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in cells
+    ]
+
+
+def _without_repeats(line: list[str]) -> list[str]:
+    """A long cell that equals the one before it becomes a ditto mark."""
+    return [
+        '"' if i and len(cell) > _LONG_CELL and cell == line[i - 1] else cell
+        for i, cell in enumerate(line)
+    ]

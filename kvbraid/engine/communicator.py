@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
@@ -11,6 +11,9 @@ from attention.interface import Group
 from kvbraid.engine.ranks import RankContext
 from kvbraid.engine.segment import no_check
 from kvbraid.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvbraid.engine.torch_group import TorchGroup
 
 KINDS = ("shared_memory", "gloo", "nccl")
 
@@ -137,18 +140,28 @@ def _shared_memory_groups(
 def _torch_groups(
     backend: str, context: RankContext, dcp_size: int, timeout_s: float, start_timeout_s: float
 ) -> RankGroups:
-    from kvbraid.engine.torch_group import TorchGroup, connect, new_process_group
+    from kvbraid.engine.torch_group import connect, new_process_group
 
+    make = _group_class(backend, context)
     connect(backend, context, start_timeout_s)
     world = list(range(context.world_size))
     process_group = new_process_group(world, backend=backend, timeout_s=timeout_s)
     assert process_group is not None
-    tp: Group = TorchGroup(process_group)
+    tp: Group = make(process_group)
     dcp: Group = SingleGroup() if dcp_size == 1 else tp
     if 1 < dcp_size < context.world_size:
         for first in range(0, context.world_size, dcp_size):
             members = world[first : first + dcp_size]
             process_group = new_process_group(members, backend=backend, timeout_s=timeout_s)
             if process_group is not None:
-                dcp = TorchGroup(process_group)
+                dcp = make(process_group)
     return RankGroups(tp, dcp, tp)
+
+
+def _group_class(backend: str, context: RankContext) -> type[TorchGroup]:
+    from kvbraid.engine.nccl_group import NcclGroup, OneHostNcclGroup
+    from kvbraid.engine.torch_group import TorchGroup
+
+    if backend != "nccl":
+        return TorchGroup
+    return OneHostNcclGroup if context.is_one_host else NcclGroup

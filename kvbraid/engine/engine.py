@@ -39,6 +39,11 @@ _IDLE_WAIT_S = 0.1
 class PlanSender(Protocol):
     """Rank 0's end of the step channel."""
 
+    @property
+    def num_receivers(self) -> int:
+        """Ranks that `send` reaches."""
+        ...
+
     def send(self, plan: NDArray[np.int64]) -> None:
         """Give every other rank the next plan."""
         ...
@@ -94,7 +99,8 @@ class Engine:
     def start_received(self, key: SequenceKey, transfer_id: bytes, token_id: int) -> None:
         """The first token of a handed-off sequence; one that has its token keeps it.
 
-        Unknown keys, and transfers that are not the sequence's, fail with LeaseLostError.
+        A transfer that is not the sequence's fails it with LeaseLostError; a key that is unknown
+        has ended, and its last event was told.
         """
         self._post(lambda: self._start_received(key, transfer_id, token_id))
 
@@ -156,7 +162,8 @@ class Engine:
 
     def _step(self, plan: StepPlan) -> bool:
         began = time.monotonic()
-        self._channel.send(plan.encode())
+        if self._channel.num_receivers > 0:
+            self._channel.send(plan.encode())
         output = self._executor.execute(plan)
         self._announce_grants()
         for sequence in self._scheduler.commit(plan, output.tokens, output.invalid):
@@ -258,11 +265,8 @@ class Engine:
 
     def _start_received(self, key: SequenceKey, transfer_id: bytes, token_id: int) -> None:
         sequence = self._scheduler.find(key)
-        if sequence is None:
-            self._on_event(RequestFailed(key, LeaseLostError(f"no sequence {key} is waiting")))
-            return
-        if sequence.first_token_id is not None:
-            return  # told twice; it may be decoding, its transfer long closed
+        if sequence is None or sequence.first_token_id is not None:
+            return  # it has ended, or is told twice and may be decoding, its transfer long closed
         grant = sequence.grant
         if grant is None or grant.transfer_id != transfer_id:
             self._fail(sequence, LeaseLostError(f"{key} has no transfer {transfer_id.hex()}"))
@@ -304,8 +308,8 @@ class Engine:
                 num_waiting_tokens=scheduler.num_waiting_tokens,
                 num_preemptions=scheduler.num_preemptions,
                 num_wasted_tokens=scheduler.num_wasted_tokens,
-                num_prefix_queried=scheduler.num_prefix_queried,
-                num_prefix_hit=scheduler.num_prefix_hit,
+                num_prefix_queried=scheduler.pages.num_prefix_queried,
+                num_prefix_hit=scheduler.pages.num_prefix_hit,
                 num_evicted_pages=scheduler.cache.num_evicted_pages,
             )
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from attention.interface import Group
+from kvbraid.engine.debug_guard import StepGuard
 from kvbraid.engine.kv_exchange import KvExchange
 from kvbraid.engine.model_runner import ModelRunner, WindowedDecode
 from kvbraid.engine.rank_state import RankSequence, RankState
@@ -20,6 +22,7 @@ from kvbraid.engine.step_plan import (
     BindSend,
     CloseGrant,
     EndSend,
+    Extend,
     OpenGrant,
     Operation,
     Release,
@@ -50,19 +53,28 @@ class RankExecutor:
     """One rank's half of the engine. Only the engine thread calls it; it alone touches the pool."""
 
     def __init__(
-        self, *, runner: ModelRunner, state: RankState, exchange: KvExchange, control_group: Group
+        self,
+        *,
+        runner: ModelRunner,
+        state: RankState,
+        exchange: KvExchange,
+        control_group: Group,
+        guard: StepGuard,
     ) -> None:
         self.runner = runner
         self._state = state
         self._exchange = exchange
         self._control_group = control_group
+        self._guard = guard
 
     def execute(self, plan: StepPlan) -> StepOutput:
         """Run one plan. Every rank of the worker executes the same plans in the same order."""
         self.move_rows()
         for operation in plan.operations:
             self._apply(operation)
-        output = self._compute(plan) if plan.has_compute else StepOutput()
+        decode = WindowedDecode([self._state[slot] for slot in plan.decodes], ())
+        self._guard.check_inputs(plan, decode)
+        output = self._compute(decode, plan.extends) if plan.has_compute else StepOutput()
         if plan.confirm:
             self._control_group.barrier()
         return replace(
@@ -105,12 +117,12 @@ class RankExecutor:
             case Stop():
                 pass
 
-    def _compute(self, plan: StepPlan) -> StepOutput:
-        decodes = [self._state[slot] for slot in plan.decodes]
-        logits = self.runner.forward(WindowedDecode(decodes, ()), plan.extends)
-        for extend in plan.extends:
+    def _compute(self, decode: WindowedDecode, extends: Sequence[Extend]) -> StepOutput:
+        logits = self.runner.forward(decode, extends)
+        for extend in extends:
             self._exchange.rows_computed(extend.slot, extend.start + extend.length)
-        sampled = decodes + [self._state[e.slot] for e in plan.extends if e.sample]
+        chunks = [self._state[e.slot] for e in extends if e.sample]
+        sampled = [*decode.sequences, *chunks]
         return self._sample(logits, sampled) if sampled else StepOutput()
 
     def _sample(self, logits: torch.Tensor, sampled: list[RankSequence]) -> StepOutput:
@@ -128,6 +140,7 @@ class RankExecutor:
             entry = result.logprobs[row]
             if entry is not None:
                 logprobs[sequence.slot] = entry
+        self._guard.check_sampled(tokens, invalid)
         return StepOutput(tokens, logprobs, tuple(invalid))
 
     def _collect(self, plan: StepPlan) -> NDArray[np.int64]:

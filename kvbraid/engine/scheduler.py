@@ -11,23 +11,20 @@ from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from kvbraid.engine.sequence import EngineRequest, Sequence, SequenceKey, Source, Status
+from kvbraid.engine.sequence import EngineRequest, Sequence, SequenceKey, Status
+from kvbraid.engine.sequence_pages import SequencePages
+from kvbraid.engine.sequence_transfers import SequenceTransfers, check_destination, count_open
 from kvbraid.engine.step_plan import (
     AddPages,
     Admit,
     AppendToken,
-    BeginSend,
-    BindSend,
-    CloseGrant,
-    EndSend,
     Extend,
-    OpenGrant,
     Operation,
     Release,
     StepPlan,
 )
 from kvbraid.errors import InvalidRequestError, OverloadedError
-from kvbraid.kv.prefix_cache import HASH_BLOCK_TOKENS, PrefixCache, block_hashes
+from kvbraid.kv.prefix_cache import PrefixCache
 from kvbraid.sampling_key import sampling_key
 from kvbraid.transport.grants import Grant
 
@@ -67,14 +64,15 @@ class Scheduler:
         """
         self.limits = limits
         self.cache = cache
-        self._issue_grant = issue_grant
-        self._keeps_prefixes = keeps_prefixes
+        self.pages = SequencePages(
+            cache,
+            logical_page_size=logical_page_size,
+            model_digest=model_digest,
+            keeps_prefixes=keeps_prefixes,
+        )
         self.num_preemptions = 0
         self.num_wasted_tokens = 0
-        self.num_prefix_queried = 0
-        self.num_prefix_hit = 0
-        self._logical_page_size = logical_page_size
-        self._digest = model_digest
+        self._transfers = SequenceTransfers(issue_grant, self.operate)
         self._num_pool_tokens = num_pool_tokens
         self._waiting: deque[Sequence] = deque()
         self._active: list[Sequence] = []
@@ -118,9 +116,7 @@ class Scheduler:
 
     def open_transfers(self) -> dict[str, int]:
         """Handoffs under way by direction, "in" and "out"."""
-        open_ones = [s for s in (*self._active, *self._waiting) if s.grant is not None]
-        incoming = sum(s.request.source is Source.HANDOFF for s in open_ones)
-        return {"in": incoming, "out": len(open_ones) - incoming}
+        return count_open(self.live)
 
     def in_slot(self, slot: int) -> Sequence:
         """The sequence that holds `slot`."""
@@ -141,35 +137,17 @@ class Scheduler:
             )
         if request.key in self._by_key:
             raise InvalidRequestError(f"request {request.key} is running already", field="ref")
-        self._check_destination(request)
+        check_destination(request, self._by_key.values())
         if len(self._waiting) >= self.limits.max_num_waiting:
             raise OverloadedError(
                 f"{len(self._waiting)} requests wait already (max_num_waiting "
                 f"{self.limits.max_num_waiting})"
             )
-        hashes = block_hashes(
-            request.token_ids, model_digest=self._digest, cache_salt=request.cache_salt
-        )
-        sequence = Sequence(request, list(request.token_ids), hashes)
+        sequence = Sequence(request, list(request.token_ids), self.pages.hashes_of(request))
         self._by_key[request.key] = sequence
         self._waiting.append(sequence)
-        if request.destination is not None:
-            # Before the prompt's turn comes, so that a long queue does not cost the lease.
-            sequence.grant = request.destination
-            self._operations.append(BeginSend(request.destination.to_json()))
+        self._transfers.begin(sequence)
         return sequence
-
-    def _check_destination(self, request: EngineRequest) -> None:
-        """A transfer id belongs to one sequence: a sender refuses to begin it twice."""
-        if request.destination is None:
-            return
-        transfer_id = request.destination.transfer_id
-        for other in self._by_key.values():
-            destination = other.request.destination
-            if destination is not None and destination.transfer_id == transfer_id:
-                raise InvalidRequestError(
-                    f"transfer {transfer_id.hex()} is in use by {other.request.key}", field="grant"
-                )
 
     def operate(self, operation: Operation) -> None:
         """Put a state operation into the next plan."""
@@ -192,13 +170,13 @@ class Scheduler:
     ) -> list[Sequence]:
         """Take the step's sampled tokens (by slot); returns the sequences that got one.
 
-        invalid: slots whose logits were not finite. Their KV is not to be trusted: nobody else
-        gets to read it.
+        invalid: slots whose logits were not finite. Their KV, cached pages that they found
+        included, is not to be trusted: nobody else gets to read it.
         """
         by_slot = {s.slot: s for s in self._active}
         sampled: list[Sequence] = []
         for slot in invalid:
-            by_slot[slot].is_trusted = False
+            self.pages.distrust(by_slot[slot], self._active)
         for slot in plan.decodes:
             by_slot[slot].num_computed_tokens += 1
         for extend in plan.extends:
@@ -206,7 +184,7 @@ class Scheduler:
             sequence.num_computed_tokens = extend.start + extend.length
             if sequence.num_uncomputed_tokens == 0:
                 sequence.computed_s = time.monotonic()
-                self._remember_prefix(sequence)
+                self.pages.remember(sequence)
         for slot, token_id in tokens.items():
             by_slot[slot].token_ids.append(token_id)
             sampled.append(by_slot[slot])
@@ -216,15 +194,15 @@ class Scheduler:
         """Every row and the first token of a handed-off sequence are here: it decodes now."""
         assert sequence.first_token_id is not None
         sequence.token_ids.append(sequence.first_token_id)
-        self._operations.append(AppendToken(sequence.slot, sequence.first_token_id))
+        self.operate(AppendToken(sequence.slot, sequence.first_token_id))
         sequence.num_computed_tokens = len(sequence.request.token_ids)
         sequence.status = Status.RUNNING
-        self._close_transfer(sequence)
-        self._remember_prefix(sequence)
+        self._transfers.close(sequence)
+        self.pages.remember(sequence)
 
     def finish(self, sequence: Sequence) -> None:
         """Drop a sequence in whatever state; its pages are free for the next plan."""
-        self._close_transfer(sequence)
+        self._transfers.close(sequence)
         if sequence.status is Status.WAITING:
             self._waiting.remove(sequence)
         elif sequence.status is not Status.FINISHED:
@@ -232,37 +210,11 @@ class Scheduler:
         sequence.status = Status.FINISHED
         self._by_key.pop(sequence.request.key, None)
 
-    def _close_transfer(self, sequence: Sequence) -> None:
-        if sequence.grant is not None:
-            receiving = sequence.request.source is Source.HANDOFF
-            end = CloseGrant if receiving else EndSend
-            self._operations.append(end(sequence.grant.transfer_id))
-            sequence.grant = None
-
     def _release(self, sequence: Sequence) -> None:
-        self._remember_prefix(sequence)
-        self._operations.append(Release(sequence.slot))
+        self.operate(Release(sequence.slot))
         self._free_slots.append(sequence.slot)
-        self.cache.release(sequence.pages)
-        sequence.pages = []
         self._active.remove(sequence)
-
-    def _remember_prefix(self, sequence: Sequence) -> None:
-        computed = sequence.num_computed_tokens
-        if (
-            not self._keeps_prefixes
-            or not sequence.is_trusted
-            or sequence.status is Status.RECEIVING
-        ):
-            return
-        if computed // HASH_BLOCK_TOKENS > len(sequence.hashes):
-            sequence.hashes = block_hashes(
-                sequence.token_ids[:computed],
-                model_digest=self._digest,
-                cache_salt=sequence.request.cache_salt,
-                known=sequence.hashes,
-            )
-        self.cache.insert(sequence.hashes, sequence.pages, computed)
+        self.pages.give_back(sequence)
 
     def _schedule_decodes(self) -> list[Sequence]:
         decodes: list[Sequence] = []
@@ -277,15 +229,10 @@ class Scheduler:
         return decodes
 
     def _grow(self, sequence: Sequence) -> bool:
-        missing = self._num_pages(len(sequence.token_ids)) - len(sequence.pages)
-        if missing <= 0:
-            return True
-        if missing > self.cache.num_available:
-            return False
-        pages = self.cache.allocate(missing)
-        sequence.pages += pages
-        self._operations.append(AddPages(sequence.slot, tuple(pages)))
-        return True
+        pages = self.pages.grow(sequence)
+        if pages:
+            self.operate(AddPages(sequence.slot, tuple(pages)))
+        return pages is not None
 
     def _victim(self) -> Sequence:
         """The youngest running sequence; sequences of a running transfer are never preempted."""
@@ -296,7 +243,6 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         self.num_preemptions += 1
         self.num_wasted_tokens += sequence.num_computed_tokens
-        self._close_transfer(sequence)
         self._release(sequence)
         sequence.num_computed_tokens = 0
         sequence.status = Status.WAITING
@@ -308,16 +254,12 @@ class Scheduler:
             if budget <= 0:
                 break
             if sequence.status is Status.RUNNING and not sequence.can_decode:
-                extend = self._chunk(sequence, budget)
-                if extend is not None:
-                    budget -= extend.length
-                    extends.append(extend)
+                extends.append(self._chunk(sequence, budget))
+                budget -= extends[-1].length
         return extends
 
-    def _chunk(self, sequence: Sequence, budget: int) -> Extend | None:
+    def _chunk(self, sequence: Sequence, budget: int) -> Extend:
         length = min(sequence.num_uncomputed_tokens, budget, self.limits.prefill_chunk_tokens)
-        if length <= 0:
-            return None
         start = sequence.num_computed_tokens
         return Extend(sequence.slot, start, length, start + length == len(sequence.token_ids))
 
@@ -325,40 +267,18 @@ class Scheduler:
         extends: list[Extend] = []
         while self._waiting and self._free_slots:
             sequence = self._waiting[0]
-            computes = not self._receives(sequence)
-            if (computes and budget <= 0) or not self._take_pages(sequence):
+            computes = not sequence.awaits_rows
+            # Every running sequence may need a page soon: admitting into the last ones would only
+            # preempt again.
+            reserve = len(self._active)
+            if (computes and budget <= 0) or not self.pages.take(sequence, num_reserved=reserve):
                 break
             self._waiting.popleft()
             self._place(sequence, computes)
             if computes:
-                extend = self._chunk(sequence, budget)
-                assert extend is not None
-                budget -= extend.length
-                extends.append(extend)
+                extends.append(self._chunk(sequence, budget))
+                budget -= extends[-1].length
         return extends
-
-    @staticmethod
-    def _receives(sequence: Sequence) -> bool:
-        """A handed-off sequence receives rows once; preempted, it computes them itself."""
-        return sequence.request.source is Source.HANDOFF and sequence.first_token_id is None
-
-    def _take_pages(self, sequence: Sequence) -> bool:
-        limit = len(sequence.token_ids) - (0 if self._receives(sequence) else 1)
-        held = self.cache.match(sequence.hashes, limit)
-        missing = self._num_pages(len(sequence.token_ids)) - len(held)
-        # Every running sequence may need a page soon: admitting into the last ones would only
-        # preempt again.
-        reserve = len(self._active)
-        if self.cache.num_available < missing + reserve:
-            self.cache.release(held)
-            return False
-        sequence.pages = held + self.cache.allocate(missing)
-        sequence.num_computed_tokens = len(held) * self._logical_page_size
-        self.num_prefix_queried += len(sequence.token_ids)
-        self.num_prefix_hit += sequence.num_computed_tokens
-        if sequence.num_cached_tokens is None:
-            sequence.num_cached_tokens = min(sequence.num_computed_tokens, limit)
-        return True
 
     def _place(self, sequence: Sequence, computes: bool) -> None:
         request = sequence.request
@@ -368,7 +288,7 @@ class Scheduler:
         self._active.append(sequence)
         seed = request.sampling.seed
         assert seed is not None
-        self._operations.append(
+        self.operate(
             Admit(
                 slot=sequence.slot,
                 sampling=request.sampling,
@@ -379,18 +299,4 @@ class Scheduler:
                 pages=tuple(sequence.pages),
             )
         )
-        self._open_transfer(sequence)
-
-    def _open_transfer(self, sequence: Sequence) -> None:
-        if sequence.status is Status.RECEIVING:
-            grant = self._issue_grant(
-                min(sequence.num_computed_tokens, len(sequence.token_ids)),
-                len(sequence.token_ids),
-            )
-            self._operations.append(OpenGrant(sequence.slot, grant.to_json()))
-            sequence.grant = grant
-        elif sequence.grant is not None:
-            self._operations.append(BindSend(sequence.slot, sequence.grant.transfer_id))
-
-    def _num_pages(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._logical_page_size)
+        self._transfers.bind(sequence)

@@ -60,7 +60,7 @@ class Sequence:
 
     token_ids: every token known. num_computed_tokens: of them, how many have KV in the pool.
     A sequence decodes when exactly its newest token is not computed yet. is_trusted: False once
-    its logits were not finite, so that its KV is not kept for others.
+    logits computed from its pages were not finite, so that they are not kept for others.
     """
 
     request: EngineRequest
@@ -94,6 +94,11 @@ class Sequence:
     def num_uncomputed_tokens(self) -> int:
         """Tokens whose KV is not in the pool yet."""
         return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def awaits_rows(self) -> bool:
+        """A handed-off sequence receives rows once; preempted, it computes them itself."""
+        return self.request.source is Source.HANDOFF and self.first_token_id is None
 
     @property
     def can_decode(self) -> bool:

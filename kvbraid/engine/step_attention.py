@@ -9,7 +9,8 @@ from torch import Tensor
 
 from attention.dcp import DcpAttention, DecodePlan, ExtendPlan
 from attention.interface import GQACache, LatentExpansion, MLACache
-from kvbraid.kv.page_pool import StripedPagePool, WritePlan
+from attention.kv_rows import WritePlan
+from kvbraid.kv.page_pool import StripedPagePool
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,11 @@ _DOZE_SLEEP_S = 0.005
 class StepChannel(Protocol):
     """A one-way, ordered channel from rank 0 to every other rank. One thread a rank uses it."""
 
+    @property
+    def num_receivers(self) -> int:
+        """Ranks that `send` reaches; with none, a plan need not be encoded."""
+        ...
+
     def send(self, plan: IntArray) -> None:
         """Rank 0 only. `plan` is a 1-D int64 array of any length, copied before this returns.
 
@@ -48,6 +53,8 @@ class StepChannel(Protocol):
 
 class SingleStepChannel:
     """The channel of a worker of one rank: there is nobody to tell."""
+
+    num_receivers = 0
 
     def send(self, plan: IntArray) -> None:
         """Does nothing."""
@@ -92,6 +99,11 @@ class SharedMemoryStepChannel:
         self._rank, self._size, self._timeout_s = rank, size, timeout_s
         self._count = 0
         self._fence = MemoryFence()
+
+    @property
+    def num_receivers(self) -> int:
+        """Every rank but rank 0."""
+        return self._size - 1
 
     def send(self, plan: IntArray) -> None:
         """Copies the plan into the ring; waits only when a rank is 4 slots behind."""

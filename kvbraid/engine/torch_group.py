@@ -1,4 +1,4 @@
-"""Collectives through torch.distributed: gloo between hosts without GPUs, NCCL between GPUs."""
+"""Collectives through torch.distributed, and how its process groups are made; see nccl_group."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ from kvbraid.engine.shared_memory import check_splits
 
 
 class TorchGroup:
-    """`attention.interface.Group` over a ProcessGroup. Used by one thread of each rank.
+    """`attention.interface.Group` over a ProcessGroup, gloo's. Used by one thread of each rank.
 
     Tensors live on the device of the backend. RankLostError when the backend reports a failure.
+    gloo has no reduce_scatter and its all_to_all refuses some dtypes and empty pieces.
     """
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         self._group = process_group
         self._rank = dist.get_rank(process_group)
         self._size = dist.get_world_size(process_group)
-        # gloo has no reduce_scatter and its all_to_all refuses some dtypes and empty pieces.
-        self._is_nccl = dist.get_backend(process_group) == "nccl"
 
     @property
     def rank(self) -> int:
@@ -44,8 +43,8 @@ class TorchGroup:
         if tensor.numel() > 0:
             with failures_as_rank_lost():
                 dist.all_gather(
-                    [_as_bytes(part) for part in gathered.unbind(0)],
-                    _as_bytes(tensor.contiguous()),
+                    [as_bytes(part) for part in gathered.unbind(0)],
+                    as_bytes(tensor.contiguous()),
                     group=self._group,
                 )
         return gathered
@@ -59,14 +58,8 @@ class TorchGroup:
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
         """`tensor` is [size, ...]; returns the sum over ranks of entry `rank`."""
-        if tensor.shape[:1] != (self._size,):
-            raise ValueError(f"shape {tuple(tensor.shape)} must begin with the size {self._size}")
-        if not self._is_nccl:
-            return self.all_reduce(tensor.clone())[self._rank].clone()
-        total = tensor.new_empty(tensor.shape[1:])
-        with failures_as_rank_lost():
-            dist.reduce_scatter(total, list(tensor.unbind(0)), group=self._group)
-        return total
+        check_entries(tensor, self._size)
+        return self.all_reduce(tensor.clone())[self._rank].clone()
 
     def all_to_all(self, tensor: Tensor, send_splits: list[int], recv_splits: list[int]) -> Tensor:
         """Dim 0 of `tensor` is cut by send_splits, piece r goes to rank r; returns the pieces
@@ -74,15 +67,9 @@ class TorchGroup:
         check_splits(tensor, send_splits, recv_splits, self._size)
         received = tensor.new_empty((sum(recv_splits), *tensor.shape[1:]))
         with failures_as_rank_lost():
-            if self._is_nccl:
-                dist.all_to_all_single(
-                    received, tensor.contiguous(), recv_splits, send_splits, group=self._group
-                )
-            else:
-                self._swap_pieces(
-                    torch.split(tensor.contiguous(), send_splits),
-                    torch.split(received, recv_splits),
-                )
+            self._swap_pieces(
+                torch.split(tensor.contiguous(), send_splits), torch.split(received, recv_splits)
+            )
         return received
 
     def _swap_pieces(self, sends: tuple[Tensor, ...], receives: tuple[Tensor, ...]) -> None:
@@ -92,10 +79,10 @@ class TorchGroup:
             if peer == self._rank:
                 continue
             if sends[peer].numel() > 0:
-                piece = _as_bytes(sends[peer])
+                piece = as_bytes(sends[peer])
                 works.append(dist.isend(piece, group=self._group, group_dst=peer))
             if receives[peer].numel() > 0:
-                piece = _as_bytes(receives[peer])
+                piece = as_bytes(receives[peer])
                 works.append(dist.irecv(piece, group=self._group, group_src=peer))
         for work in works:
             assert work is not None
@@ -107,13 +94,19 @@ class TorchGroup:
             raise ValueError(f"source {source} is outside [0, {self._size})")
         if tensor.numel() > 0:
             with failures_as_rank_lost():
-                dist.broadcast(_as_bytes(tensor), group=self._group, group_src=source)
+                dist.broadcast(as_bytes(tensor), group=self._group, group_src=source)
         return tensor
 
     def barrier(self) -> None:
         """Returns once every rank has entered."""
         with failures_as_rank_lost():
             dist.barrier(group=self._group)
+
+
+def check_entries(tensor: Tensor, size: int) -> None:
+    """Raises ValueError unless dim 0 of `tensor` has an entry for each rank."""
+    if tensor.shape[:1] != (size,):
+        raise ValueError(f"shape {tuple(tensor.shape)} must begin with the size {size}")
 
 
 def connect(backend: str, context: RankContext, timeout_s: float) -> None:
@@ -152,5 +145,6 @@ def failures_as_rank_lost() -> Iterator[None]:
         raise RankLostError(f"torch.distributed failed: {error}") from error
 
 
-def _as_bytes(tensor: Tensor) -> Tensor:
+def as_bytes(tensor: Tensor) -> Tensor:
+    """A contiguous tensor as uint8 [bytes], without a copy."""
     return tensor.view(-1).view(torch.uint8)

@@ -24,6 +24,12 @@ class TorchStepChannel:
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         self._group = process_group
         self._rank = dist.get_rank(process_group)
+        self._size = dist.get_world_size(process_group)
+
+    @property
+    def num_receivers(self) -> int:
+        """Every rank but rank 0."""
+        return self._size - 1
 
     @classmethod
     def connect(cls, context: RankContext, start_timeout_s: float) -> TorchStepChannel:

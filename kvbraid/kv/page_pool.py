@@ -5,7 +5,8 @@ Symbols: N pages, P page_size, T tokens, Hk KV heads of this rank, L layers, W r
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,11 +15,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from attention.interface import GQACache, MLACache
+from attention.kv_rows import Rotation, RowStore, WritePlan, check_rows, on_device, row_mover
 from attention.layout import StripeLayout
 from kvbraid.kv.kv_layout import KINDS
 from kvbraid.kv.slots import LogicalSlots, PhysicalRows, local_indices, owners_of
 
 _ROW_BYTES = (1, 2, 4)
+SCALE_MODES = ("none", "per_tensor", "per_token")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +30,8 @@ class KvSpec:
 
     num_heads: KV heads of this rank (1 for MLA; 0 for a rank without query heads).
     key_width, value_width: elements of one head; for MLA latent + rope, and 0.
+    scale_mode: of float8_e4m3fn: none, per_tensor (one a layer, given) or per_token (one a row,
+        computed as it is written). Keys and values have scales of their own.
     """
 
     kind: str
@@ -35,6 +40,7 @@ class KvSpec:
     key_width: int
     value_width: int
     dtype: torch.dtype
+    scale_mode: str = "none"
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -47,6 +53,17 @@ class KvSpec:
             raise ValueError(f"sizes must be positive, got {self}")
         if self.dtype.itemsize not in _ROW_BYTES:
             raise ValueError(f"dtype {self.dtype} must have 1, 2 or 4 bytes")
+        if self.scale_mode not in SCALE_MODES:
+            raise ValueError(f"scale_mode {self.scale_mode!r} must be one of {SCALE_MODES}")
+        if self.scale_mode != "none" and self.dtype != torch.float8_e4m3fn:
+            raise ValueError(
+                f"scale_mode {self.scale_mode!r} needs float8_e4m3fn, not {self.dtype}"
+            )
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Elements of a head in each of the pool's stores: keys and values, or latents."""
+        return (self.key_width, self.value_width) if self.kind == "gqa" else (self.key_width,)
 
     @property
     def row_width(self) -> int:
@@ -58,18 +75,12 @@ class KvSpec:
         """Bytes of one row."""
         return self.row_width * self.dtype.itemsize
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class WritePlan:
-    """Where a step's tokens go in every layer.
-
-    owned: int64 [n], indices of this rank's tokens among the T; None when it owns all of them.
-    rows: int64 [n], their physical rows.
-    """
-
-    num_tokens: int
-    owned: Tensor | None
-    rows: Tensor
+    def check_movable(self) -> None:
+        """Raises ValueError where a row is not all that its reader needs."""
+        if self.scale_mode == "per_token":
+            raise ValueError(
+                "rows of a per_token fp8 pool cannot be moved: a row does not carry its scale"
+            )
 
 
 class StripedPagePool:
@@ -88,19 +99,17 @@ class StripedPagePool:
         self.num_pages = num_pages
         self.stripe = stripe
         self.device = torch.device(device)
-        widths = [spec.key_width, spec.value_width] if spec.kind == "gqa" else [spec.key_width]
-        num_rows = num_pages * stripe.page_size
-        # [L, N * P, Hk, width], one for keys (or latents) and one for values
-        self._stores = [
-            torch.zeros(
-                spec.num_layers, num_rows, spec.num_heads, width, dtype=spec.dtype, device=device
-            )
-            for width in widths
-        ]
-        # fp8 has no index operations: its rows are moved as bytes.
-        self._move_dtype = torch.uint8 if spec.dtype.itemsize == 1 else spec.dtype
-        self._moved = [store.view(self._move_dtype) for store in self._stores]
-        self._layers = [[moved[i] for moved in self._moved] for i in range(spec.num_layers)]
+        self._stores = [self._new_store(width) for width in spec.widths]
+        self._mover = row_mover(self._stores, stripe)
+
+    def _new_store(self, width: int) -> RowStore:
+        spec = self.spec
+        shape = (spec.num_layers, self.num_pages * self.stripe.page_size, spec.num_heads)
+        rows = torch.zeros(*shape, width, dtype=spec.dtype, device=self.device)
+        if spec.scale_mode == "none":
+            return RowStore(rows)
+        scales = shape if spec.scale_mode == "per_token" else (spec.num_layers, 1)
+        return RowStore(rows, torch.ones(scales, device=self.device))
 
     @property
     def num_slots(self) -> int:
@@ -109,70 +118,84 @@ class StripedPagePool:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all pages, the sink included."""
-        return sum(store.numel() * store.element_size() for store in self._stores)
+        """Bytes of all pages and scales, the sink included."""
+        tensors = [tensor for store in self._stores for tensor in (store.rows, store.scale)]
+        return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+    def set_scales(self, layer: int, *scales: float) -> None:
+        """The scales of one layer of a per_tensor pool: key and value, or latent; 1 until set.
+
+        Set them before the layer's first write. Raises ValueError for other pools and numbers.
+        """
+        if self.spec.scale_mode != "per_tensor" or len(scales) != len(self._stores):
+            raise ValueError(
+                f"{len(scales)} scales for {len(self._stores)} stores, {self.spec.scale_mode}"
+            )
+        if not all(0 < scale < math.inf for scale in scales):
+            raise ValueError(f"scales {scales} must be positive and finite")
+        for store, scale in zip(self._stores, scales, strict=True):
+            if store.scale is not None:
+                store.scale[layer].fill_(scale)
 
     def layer(self, layer: int) -> GQACache | MLACache:
         """One layer's cache as attention reads it: views, never copies."""
         pages = (self.num_pages, self.stripe.page_size)
+        rows = [store.rows[layer] for store in self._stores]
         if self.spec.kind == "mla":
-            return MLACache(self._stores[0][layer].view(*pages, -1))
-        key, value = (store[layer].view(*pages, *store.shape[2:]) for store in self._stores)
-        return GQACache(key, value)
+            return MLACache(rows[0].view(*pages, -1), _scale_of(self._stores[0], layer, pages))
+        heads = (*pages, self.spec.num_heads)
+        key_scale, value_scale = (_scale_of(store, layer, heads) for store in self._stores)
+        key, value = (tensor.view(*heads, tensor.shape[-1]) for tensor in rows)
+        return GQACache(key, value, key_scale, value_scale)
 
-    def write_plan(self, slots: LogicalSlots) -> WritePlan:
-        """Plan of a step's writes; the owner filter and the division happen here.
+    def write_plan(self, slots: LogicalSlots, into: WritePlan | None = None) -> WritePlan:
+        """Plan of a step's writes; the owner filter and the division happen behind this door.
 
         slots: one a token, padding tokens in page 0. Build it once a step, use it in every layer.
-        Raises TypeError for anything but LogicalSlots, ValueError for a slot outside the pool.
+        into: a plan of this pool to refill and return instead, so that a captured `write` replays
+        with new slots; places that `slots` leaves over become padding tokens.
+        Raises TypeError for anything but LogicalSlots, ValueError for a slot outside the pool or
+        more slots than `into` has places.
         """
         ids = self._checked(slots)
-        if self.stripe.dcp_size == 1:
-            return WritePlan(len(ids), None, self._to_device(local_indices(self.stripe, ids)))
-        owned = np.flatnonzero(owners_of(self.stripe, ids) == self.stripe.dcp_rank)
-        rows = local_indices(self.stripe, ids[owned])
-        return WritePlan(len(ids), self._to_device(owned), self._to_device(rows))
+        if into is None:
+            return self._mover.plan(ids)
+        self._mover.refill(into, ids)
+        return into
 
-    def write(self, layer: int, plan: WritePlan, *rows: Tensor) -> None:
+    def write(
+        self, layer: int, plan: WritePlan, *rows: Tensor, rotation: Rotation | None = None
+    ) -> None:
         """Store a step's rows of one layer; rows that this rank does not own are not read.
 
-        rows: key and value [T, Hk, width], or one latent [T, R + Rr]; converted to the pool's
-        dtype. Raises ValueError when their number or length is not the plan's.
+        rows: key and value [T, Hk, width]; or one latent [T, R + Rr], or latent [T, R] and rope
+        key [T, Rr]; converted to the pool's dtype. rotation: applied to the key or rope key.
+        Raises ValueError when their number, length or width is not the plan's and the pool's.
         """
         if not isinstance(plan, WritePlan):
             raise TypeError(f"write takes a WritePlan, got {type(plan).__name__}")
-        if len(rows) != len(self._stores):
-            raise ValueError(f"{self.spec.kind} takes {len(self._stores)} tensors, got {len(rows)}")
-        for target, tensor in zip(self._layers[layer], rows, strict=True):
-            if len(tensor) != plan.num_tokens:
-                raise ValueError(f"plan is for {plan.num_tokens} tokens, got {len(tensor)} rows")
-            owned = tensor if plan.owned is None else tensor.index_select(0, plan.owned)
-            if owned.dtype != self._move_dtype:
-                owned = owned.to(self.spec.dtype).view(self._move_dtype)
-            target.index_copy_(0, plan.rows, owned.view(len(plan.rows), *target.shape[1:]))
+        check_rows(self._stores, plan.num_tokens, rows, rotation)
+        self._mover.append(layer, plan, rows, rotation)
 
     def gather(self, slots: LogicalSlots, layers: range, heads: range) -> Tensor:
         """Copy rows out: [len(layers), n, len(heads), row_width], key then value.
 
         heads: indices into this rank's heads. Every slot must be owned by this rank.
-        Raises TypeError for anything but LogicalSlots, ValueError for foreign or bad slots.
+        Raises TypeError for anything but LogicalSlots, ValueError for foreign or bad slots and
+        for per_token pools.
         """
-        rows = self._to_device(self._owned_rows(slots).array)
+        self.spec.check_movable()
+        rows = on_device(self._owned_rows(slots).array, self.device)
         self._check_ranges(layers, heads)
-        parts = [moved[layers.start : layers.stop] for moved in self._moved]
-        if len(heads) == self.spec.num_heads:
-            parts = [part.index_select(1, rows) for part in parts]
-        else:
-            parts = [part[:, rows, heads.start : heads.stop] for part in parts]
-        packed = torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0].contiguous()
-        return packed.view(self.spec.dtype)
+        return self._mover.gather(rows, layers, heads)
 
     def scatter(self, slots: LogicalSlots, layers: range, heads: range, packed: Tensor) -> None:
         """Copy rows in; the reverse of `gather`, with the same errors.
 
         packed: [len(layers), n, len(heads), row_width] of the pool's dtype.
         """
-        rows = self._to_device(self._owned_rows(slots).array)
+        self.spec.check_movable()
+        rows = on_device(self._owned_rows(slots).array, self.device)
         self._check_ranges(layers, heads)
         shape = (len(layers), len(rows), len(heads), self.spec.row_width)
         if packed.shape != shape or packed.dtype != self.spec.dtype:
@@ -180,11 +203,7 @@ class StripedPagePool:
                 f"packed must be {shape} {self.spec.dtype}, "
                 f"got {tuple(packed.shape)} {packed.dtype}"
             )
-        source = packed.to(self.device).view(self._move_dtype)
-        widths = [moved.shape[-1] for moved in self._moved]
-        for moved, part in zip(self._moved, torch.split(source, widths, dim=-1), strict=True):
-            target = moved[layers.start : layers.stop, :, heads.start : heads.stop]
-            target.index_copy_(1, rows, part)
+        self._mover.scatter(rows, layers, heads, packed.to(self.device).contiguous())
 
     def packed_from_bytes(self, payload: memoryview, num_layers: int, num_heads: int) -> Tensor:
         """View `payload` as rows for `scatter`: [num_layers, n, num_heads, row_width].
@@ -204,13 +223,15 @@ class StripedPagePool:
     def fill_nan(self) -> None:
         """Poison every row, so that a test notices when one is read unwritten."""
         for store in self._stores:
-            store.fill_(float("nan"))
+            store.rows.fill_(float("nan"))
+            if store.scale is not None and store.is_per_token:
+                store.scale.fill_(float("nan"))
 
     def count_finite_rows(self, slots: LogicalSlots | None = None) -> int:
         """Rows (layer x slot x head) without NaN or infinity, among `slots` (all owned) or all."""
-        stores: Sequence[Tensor] = self._stores
+        stores = [store.rows for store in self._stores]
         if slots is not None:
-            rows = self._to_device(self._owned_rows(slots).array)
+            rows = on_device(self._owned_rows(slots).array, self.device)
             stores = [store[:, rows] for store in stores]
         finite = [store.float().isfinite().all(dim=-1) for store in stores]
         return int(torch.stack(finite).all(dim=0).sum())
@@ -238,8 +259,12 @@ class StripedPagePool:
             if part.step != 1 or not 0 <= part.start <= part.stop <= size:
                 raise ValueError(f"{name} {part} is outside [0, {size})")
 
-    def _to_device(self, array: NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+
+def _scale_of(store: RowStore, layer: int, shape: tuple[int, ...]) -> Tensor | None:
+    """The layer's scale as attention reads it: [1], or one a row in `shape`."""
+    if store.scale is None:
+        return None
+    return store.scale[layer].view(shape if store.is_per_token else (1,))
 
 
 def _named_ranges(layers: range, heads: range, spec: KvSpec) -> Iterator[tuple[str, range, int]]:

@@ -9,7 +9,7 @@ block that contains the page's last token, and i.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -67,7 +67,15 @@ class PrefixCache:
         self._page_size = logical_page_size
         self._pages: dict[_PageKey, int] = {}
         self._keys: dict[int, _PageKey] = {}
+        # The first page of the prefix that each cached page ends.
+        self._roots: dict[int, _PageKey] = {}
+        self._version = 0
         self.num_evicted_pages = 0
+
+    @property
+    def version(self) -> int:
+        """Grows when pages are released or cached: what did not fit before may fit now."""
+        return self._version
 
     @property
     def num_available(self) -> int:
@@ -110,13 +118,16 @@ class PrefixCache:
         must be in the pool already. A content that is cached in another page stays there.
         """
         num_new = 0
-        for key, page in zip(self._keys_of(hashes, num_tokens), pages, strict=False):
+        keys = self._keys_of(hashes, num_tokens)
+        for key, page in zip(keys, pages, strict=False):
             if key in self._pages or page in self._keys:
                 continue
             self._allocator.keep(page)
             self._pages[key] = page
             self._keys[page] = key
+            self._roots[page] = keys[0]
             num_new += 1
+        self._version += num_new
         return num_new
 
     def allocate(self, num_pages: int) -> list[int]:
@@ -132,6 +143,20 @@ class PrefixCache:
     def release(self, pages: Sequence[int]) -> None:
         """Give a sequence's references back; its cached pages stay findable until evicted."""
         self._allocator.release(pages)
+        self._version += 1
+
+    def forget(self, pages: Iterable[int]) -> frozenset[int]:
+        """Make the content of `pages` impossible to find, because it is not to be trusted.
+
+        Whatever begins with the same first page may have been computed from it and is forgotten
+        too. Forgotten pages are freed when their last reference goes. Returns all of them; pages
+        that are not cached are ignored.
+        """
+        roots = {self._roots[page] for page in pages if page in self._roots}
+        doomed = frozenset(page for page, root in self._roots.items() if root in roots)
+        for page in doomed:
+            self._forget(page)
+        return doomed
 
     def clear(self) -> None:
         """Forget every page; those that sequences reference are freed on their release."""
@@ -154,4 +179,5 @@ class PrefixCache:
 
     def _forget(self, page: int) -> None:
         del self._pages[self._keys.pop(page)]
+        del self._roots[page]
         self._allocator.drop(page)

@@ -74,7 +74,7 @@ class ModelSettings:
     model: str = setting("", "Hugging Face folder or GGUF file or folder.")
     served_model_name: str = setting("", "Name that clients ask for; empty: the folder's name.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
-        "auto", "Compute type; auto is float32 on CPU and the checkpoint's own elsewhere."
+        "auto", "Compute type; auto is float32 on CPU and bfloat16 on a GPU."
     )
     device: str = setting("auto", "Torch device; auto takes a GPU when there is one.")
     max_model_len: int = setting(
@@ -93,7 +93,7 @@ class ParallelSettings:
     q_mode: Literal["gather", "replicate"] = setting(
         "gather", "Gather the queries of a stripe's heads, or compute them from replicated weights."
     )
-    exchange: Literal["ag_rs", "a2a"] = setting(
+    exchange: Literal["ag_rs", "a2a", "fused"] = setting(
         "ag_rs", "How partial attention results are merged over a stripe."
     )
     communicator: Literal["auto", "shared_memory", "gloo", "nccl"] = setting(
@@ -108,6 +108,11 @@ class ParallelSettings:
     )
     threads_per_rank: int = setting(
         0, "CPU threads of a rank; 0 shares the cores among the ranks.", unit="threads", minimum=0
+    )
+    debug_guard: bool = setting(
+        False,
+        "Compare step plans, token windows, page tables and sampled ids of all ranks in each step; "
+        "the worker stops where they differ.",
     )
 
     def __post_init__(self) -> None:

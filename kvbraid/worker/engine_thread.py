@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 from collections.abc import Callable
 
 import torch
 
 logger = logging.getLogger(__name__)
+
+# Where a model computes on all cores, event loops that move its rows and tokens must still get
+# their turn at once. Threads that the engine thread starts for its products inherit it.
+_COMPUTE_NICENESS = 10
+
+
+class EngineFailedError(Exception):
+    """The engine thread of rank 0 has ended by an error; the worker ends without a farewell."""
 
 
 class EngineThread:
@@ -40,6 +49,8 @@ class EngineThread:
             if self._device.type == "cuda":
                 # The current device is each thread's own, and kernels are launched on it.
                 torch.cuda.set_device(self._device)
+            elif self._device.type == "cpu":
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _COMPUTE_NICENESS)
             self._body()
         except Exception as error:
             logger.exception("the engine stopped")

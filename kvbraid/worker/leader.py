@@ -21,7 +21,7 @@ from kvbraid.telemetry.endpoint import MetricsEndpoint
 from kvbraid.telemetry.loop_lag import sample_loop_lag
 from kvbraid.tokenizer import load_tokenizer
 from kvbraid.worker.endpoints import gather_endpoints
-from kvbraid.worker.engine_thread import EngineThread
+from kvbraid.worker.engine_thread import EngineFailedError, EngineThread
 from kvbraid.worker.grant_issuer import GrantIssuer
 from kvbraid.worker.info_servicer import WorkerInfoServicer, add_info_service
 from kvbraid.worker.rank import Rank
@@ -37,7 +37,10 @@ _ENGINE_STOP_GRACE_S = 5.0
 
 
 async def lead(rank: Rank, add_services: AddServices) -> int:
-    """Serve the role and run the engine until a signal or a failure; returns the exit code."""
+    """Serve the role and run the engine until a signal; returns the exit code.
+
+    Raises EngineFailedError when the engine thread has ended by an error.
+    """
     settings, loop = rank.settings, asyncio.get_running_loop()
     issuer = GrantIssuer(
         layout=rank.layout,
@@ -71,6 +74,8 @@ async def lead(rank: Rank, add_services: AddServices) -> int:
             engine.stop()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(asyncio.shield(thread.finished), _ENGINE_STOP_GRACE_S)
+        if thread.failure.done():
+            raise EngineFailedError(thread.failure.result())
         return code
 
 

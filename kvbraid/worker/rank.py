@@ -14,6 +14,7 @@ import torch
 from attention.interface import Group
 from kvbraid.engine.communicator import RankGroups, make_groups
 from kvbraid.engine.heartbeat import Heartbeat
+from kvbraid.engine.host_heartbeat import HostHeartbeat, connect_hosts
 from kvbraid.engine.ranks import RankContext, SpawnedRanks
 from kvbraid.engine.segment import no_check
 from kvbraid.engine.step_channel import StepChannel, make_step_channel
@@ -35,8 +36,8 @@ from kvbraid.worker.rank_assembly import (
     kv_layout,
 )
 
-# Ranks may load their weights at different speeds before they meet again; the heartbeat, not this,
-# finds a rank that is dead or frozen.
+# Ranks may load their weights at different speeds before they meet again; the heartbeats, not this,
+# find a rank or a host that is dead or frozen.
 _COLLECTIVE_TIMEOUT_S = 300.0
 
 
@@ -90,7 +91,10 @@ async def prepared_rank(
     heartbeat.start()
     async with AsyncExitStack() as stack:
         stack.push(lambda kind, error, traceback: _leave(heartbeat, error))
-        groups, channel = await asyncio.to_thread(_meet, settings.parallel, context, check)
+        groups, channel, hosts = await asyncio.to_thread(
+            _meet, settings.parallel, context, heartbeat, check
+        )
+        stack.push(lambda kind, error, traceback: _leave(hosts, error))
         shape = await asyncio.to_thread(_shape, settings, context)
         metrics = WorkerMetrics(role)
         incarnation = await asyncio.to_thread(_agree_on_incarnation, groups.control)
@@ -136,8 +140,11 @@ class _Shape:
 
 
 def _meet(
-    parallel: ParallelSettings, context: RankContext, check: Callable[[], None]
-) -> tuple[RankGroups, StepChannel]:
+    parallel: ParallelSettings,
+    context: RankContext,
+    heartbeat: Heartbeat,
+    check: Callable[[], None],
+) -> tuple[RankGroups, StepChannel, HostHeartbeat]:
     groups = make_groups(
         communicator_kind(context, parallel),
         context,
@@ -146,7 +153,11 @@ def _meet(
         timeout_s=_COLLECTIVE_TIMEOUT_S,
         check=check,
     )
-    return groups, make_step_channel(context, check=check)
+    hosts = connect_hosts(
+        context, groups.control, heartbeat.end_worker, timeout_s=parallel.heartbeat_seconds
+    )
+    hosts.start()
+    return groups, make_step_channel(context, check=check), hosts
 
 
 def _shape(settings: WorkerSettings, context: RankContext) -> _Shape:
@@ -183,7 +194,7 @@ def _build(
     )
 
 
-def _leave(heartbeat: Heartbeat, error: BaseException | None) -> None:
+def _leave(heartbeat: Heartbeat | HostHeartbeat, error: BaseException | None) -> None:
     """A rank that broke stays without a farewell: the others find it dead instead of waiting for
     it. A StartupError is the settings' fault, which every rank reports for itself."""
     if not isinstance(error, Exception) or isinstance(error, StartupError):

@@ -12,15 +12,17 @@ import torch
 
 from attention.dcp import DcpAttention
 from attention.dispatch import AttentionNeeds, UnsupportedCombination, choose
+from attention.exchanges.base import ExchangeLimits
 from attention.interface import GQAGeometry, Group, MLAGeometry
 from attention.layout import HeadLayout, StripeLayout
 from kvbraid.engine.communicator import RankGroups
+from kvbraid.engine.debug_guard import make_guard
 from kvbraid.engine.kv_exchange import KvExchange, RowReceiver, RowSender
 from kvbraid.engine.model_runner import ModelRunner
 from kvbraid.engine.rank_executor import RankExecutor
 from kvbraid.engine.rank_state import RankState
 from kvbraid.engine.ranks import RankContext
-from kvbraid.engine.sampled_exchange import SampledExchange
+from kvbraid.engine.sampled_exchange import sampled
 from kvbraid.errors import ConfigError
 from kvbraid.kv.kv_layout import KvLayout, ranks_heads
 from kvbraid.kv.page_pool import KvSpec, StripedPagePool
@@ -141,7 +143,14 @@ def build_rank(
     heads = layout.heads(context.rank)
     stripe = layout.stripe(context.rank)
     attention, backend = _attention(
-        config, parallel, heads, stripe, groups.dcp, dtype, device, observe_exchange
+        config,
+        parallel,
+        heads,
+        stripe,
+        groups.dcp,
+        ExchangeLimits(settings.scheduler.max_num_seqs, dtype, device),
+        -(-parallel.dcp_size // context.local_world_size),
+        observe_exchange,
     )
     model = model or load_model(
         settings.model.model,
@@ -168,7 +177,11 @@ def build_rank(
         rank=context.rank, layout=layout, pool=pool, receiver=receiver, sender=sender
     )
     executor = RankExecutor(
-        runner=runner, state=state, exchange=exchange, control_group=groups.control
+        runner=runner,
+        state=state,
+        exchange=exchange,
+        control_group=groups.control,
+        guard=make_guard(parallel.debug_guard, groups.control, state),
     )
     return BuiltRank(executor, pool, runner, state, num_pages, backend, device)
 
@@ -179,8 +192,8 @@ def _attention(
     heads: HeadLayout,
     stripe: StripeLayout,
     group: Group,
-    dtype: torch.dtype,
-    device: torch.device,
+    limits: ExchangeLimits,
+    num_hosts: int,
     observe_exchange: Callable[[float], object],
 ) -> tuple[DcpAttention, str]:
     mla = config.mla
@@ -203,10 +216,11 @@ def _attention(
         dcp_size=parallel.dcp_size,
         page_size=stripe.page_size,
         interleave=stripe.interleave,
-        device=device.type,
-        dtype=dtype,
-        kv_dtype=dtype,
+        device=limits.device.type,
+        dtype=limits.dtype,
+        kv_dtype=limits.dtype,
         q_mode=parallel.q_mode,
+        num_hosts=num_hosts,
         operations=frozenset({"decode", "verify", "extend"}),
     )
     try:
@@ -221,8 +235,9 @@ def _attention(
         heads=heads,
         group=group,
         backend=choice.backend,
-        exchange=SampledExchange(choice.exchange, observe_exchange),
+        exchange=sampled(choice.exchange, observe_exchange),
         q_mode=parallel.q_mode,
+        limits=limits,
     )
     return attention, choice.backend.name
 

@@ -15,9 +15,10 @@ from kvbraid.engine.engine import follow
 from kvbraid.engine.rank_lost import RankLostError
 from kvbraid.engine.ranks import RankContext, SpawnedRanks, from_environment, spawn_ranks, start_run
 from kvbraid.errors import StartupError
+from kvbraid.rpc.lifecycle import EXIT_FAILED
 from kvbraid.telemetry.logging import configure_logging
 from kvbraid.worker.endpoints import gather_endpoints
-from kvbraid.worker.engine_thread import EngineThread
+from kvbraid.worker.engine_thread import EngineFailedError, EngineThread
 from kvbraid.worker.leader import AddServices, lead
 from kvbraid.worker.rank import Rank, WorkerSettings, prepared_rank
 from kvbraid.worker.rank_assembly import set_compute_threads
@@ -42,14 +43,18 @@ async def run_worker(
     configure_logging(role=role, rank=context.rank, level=settings.server.log_level)
     set_compute_threads(settings.parallel, context.local_world_size)
     spawned = _spawn(module, context) if given is None and context.world_size > 1 else None
+    grace_s = _RANK_STOP_GRACE_S
     try:
         async with prepared_rank(settings, role, context, spawned) as rank:
             return await (_follow(rank) if context.rank > 0 else lead(rank, add_services))
     except RankLostError as error:
         raise StartupError(f"the ranks did not come together: {error}") from error
+    except EngineFailedError:
+        grace_s = 0.0  # there is no last plan that the other ranks could end by
+        return EXIT_FAILED
     finally:
         if spawned is not None:
-            spawned.stop(_RANK_STOP_GRACE_S)
+            spawned.stop(grace_s)
 
 
 def _spawn(module: str, context: RankContext) -> SpawnedRanks:

@@ -32,7 +32,8 @@ pytestmark = [
 ASSETS = Path(__file__).parents[1] / "assets"
 NEAR_TIE = 4e-4
 NUM_TOKENS = 32
-TOPOLOGIES = [(1, 1)] + ([(2, 1), (2, 2)] if torch.cuda.device_count() > 1 else [])
+TWO_GPUS = [(2, 1, "a2a"), (2, 2, "a2a"), (2, 2, "fused")]
+TOPOLOGIES = [(1, 1, "a2a")] + (TWO_GPUS if torch.cuda.device_count() > 1 else [])
 
 
 def reference_rows() -> list[dict]:
@@ -62,15 +63,17 @@ async def answers_and_backend(cluster: LocalCluster) -> tuple[list[list[int]], s
     return list(answers), info.attention_backend
 
 
-@pytest.mark.parametrize(("tp_size", "dcp_size"), TOPOLOGIES)
+@pytest.mark.parametrize(("tp_size", "dcp_size", "exchange"), TOPOLOGIES)
 def test_greedy_tokens_equal_the_reference_in_float32(
-    tmp_path: Path, tp_size: int, dcp_size: int
+    tmp_path: Path, tp_size: int, dcp_size: int, exchange: str
 ) -> None:
     common = "dtype=float32,kv_cache_tokens=16384,device=auto"
     spec = ClusterSpec(
         model=str(ASSETS / "tiny-mla"),
         prefill=(WorkerSpec.parse("prefill", f"tp=1,dcp=1,{common}"),),
-        decode=(WorkerSpec.parse("decode", f"tp={tp_size},dcp={dcp_size},{common}"),),
+        decode=(
+            WorkerSpec.parse("decode", f"tp={tp_size},dcp={dcp_size},exchange={exchange},{common}"),
+        ),
         coordinator=("--local-prefill-max-tokens=0",),
     )
     with LocalCluster(spec, tmp_path) as cluster:

@@ -30,6 +30,8 @@ from attention.interface import (
 )
 from attention.layout import HeadLayout, StripeLayout
 from attention.rows import decode_rows
+from tools.quantised_rows import KINDS as KINDS_OF_SCALE
+from tools.quantised_rows import pool_scale, quantise
 
 pytestmark = [
     pytest.mark.gpu,
@@ -57,7 +59,9 @@ FACTORS = {
     "window": ((1, "causal"), (2, "causal"), (5, "full"), (8, "causal"), (9, "full")),
     "lengths": ("tiny", "page", "long", "huge"),
     "needle": (0, 1, 2, 3),
+    "kv": ("same", *KINDS_OF_SCALE),
 }
+# Also of a pool in float8_e4m3fn, against its true values, are the limits of 16-bit types.
 LIMITS = {torch.float32: (1e-5, 1e-4), torch.bfloat16: (5e-3, 2e-3), torch.float16: (5e-3, 2e-3)}
 
 
@@ -71,6 +75,8 @@ class Case:
     window: tuple[int, str]
     lengths: str
     needle: int
+    kv: str = "same"
+    """Pool in the model's dtype, or in float8_e4m3fn with scales of this kind."""
 
     @property
     def committed(self) -> list[int]:
@@ -88,7 +94,7 @@ class Case:
         page, window = "i".join(map(str, self.page)), "".join(map(str, self.window))
         return (
             f"{self.kind}-h{self.heads}-{dtype}-c{self.dcp_size}-p{page}-w{window}-{self.lengths}"
-            f"-n{self.needle}"
+            f"-n{self.needle}-kv {self.kv}"
         )
 
 
@@ -117,11 +123,16 @@ def pairwise_grid() -> list[Case]:
 
 @dataclass
 class Problem:
-    """Dense inputs: q [B*w, H, W]; keys, values: of each sequence [L, Hk, ...], window last."""
+    """Dense inputs: q [B*w, H, W]; keys, values: of each sequence [L, Hk, ...], window last.
+
+    stored: keys and values that the pool keeps, scales: theirs if these are float8_e4m3fn.
+    """
 
     q: Tensor
     keys: list[Tensor]
     values: list[Tensor]
+    stored: list[list[Tensor]]
+    scales: list[list[Tensor]]
     kv_index: tuple[int, ...]
     scale: float
     is_mla: bool
@@ -155,7 +166,24 @@ def make_problem(case: Case) -> Problem:
         values.append(
             key[..., :width] if is_mla else normal(length, num_kv_heads, width).to(case.dtype)
         )
-    return Problem(q, keys, values, kv_index, scale, is_mla, width)
+    if case.kv == "same":
+        return Problem(q, keys, values, [keys, values], [], kv_index, scale, is_mla, width)
+    both = [quantised(case, rows) for rows in ((keys,) if is_mla else (keys, values))]
+    keys, values = both[0][2], both[-1][2]
+    if is_mla:
+        values = [key[..., :width] for key in keys]
+    stored, scales = [part[0] for part in both], [part[1] for part in both]
+    return Problem(q, keys, values, stored, scales, kv_index, scale, is_mla, width)
+
+
+def quantised(case: Case, rows: list[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """What the pool keeps, its scales [L, Hk, 1], and the true rows; the window stays as it is."""
+    parts = [quantise(r[:n], case.kv) for r, n in zip(rows, case.committed, strict=True)]
+    true = [
+        torch.cat([part.values, r[len(part.values) :].double()])
+        for part, r in zip(parts, rows, strict=True)
+    ]
+    return [part.stored for part in parts], [part.scale[..., None] for part in parts], true
 
 
 def stripe_positions(case: Case, length: int, rank: int) -> Tensor:
@@ -167,7 +195,10 @@ def striped_pool(case: Case, rows: list[Tensor], table: Tensor, rank: int) -> Te
     page_size = case.page[0]
     num_pages = int(table[table < HUGE_PAGE].max()) + 2 if bool((table < HUGE_PAGE).any()) else 2
     pool = torch.full(
-        (num_pages * page_size, *rows[0].shape[1:]), float("nan"), device=DEVICE, dtype=case.dtype
+        (num_pages * page_size, *rows[0].shape[1:]),
+        float("nan"),
+        device=DEVICE,
+        dtype=rows[0].dtype,
     )
     for b, committed in enumerate(case.committed):
         owned = stripe_positions(case, committed, rank)
@@ -175,6 +206,24 @@ def striped_pool(case: Case, rows: list[Tensor], table: Tensor, rank: int) -> Te
         ids = table[b, index // page_size].long() * page_size + index % page_size
         pool[ids.to(DEVICE)] = rows[b][owned.to(DEVICE)]
     return pool.view(num_pages, page_size, *rows[0].shape[1:])
+
+
+def rank_cache(case: Case, problem: Problem, table: Tensor, rank: int) -> MLACache | GQACache:
+    """The rank's pool."""
+    pools = [striped_pool(case, rows, table, rank) for rows in problem.stored]
+    scales: list[Tensor | None] = [None, None]
+    if case.kv != "same":
+        pools = [pool.to(torch.float8_e4m3fn) for pool in pools]
+        scales = [
+            pool_scale(striped_pool(case, rows, table, rank)[..., 0], case.kv)
+            for rows in problem.scales
+        ]
+    if problem.is_mla:
+        scale = scales[0]
+        if scale is not None and scale.dim() == 3:
+            scale = scale[:, :, 0]
+        return MLACache(pools[0][:, :, 0], scale)
+    return GQACache(pools[0], pools[1], scales[0], scales[1])
 
 
 def page_table(case: Case) -> Tensor:
@@ -203,13 +252,14 @@ def rank_result(case: Case, problem: Problem, rank: int, backend: TritonBackend)
         device=DEVICE,
     )
     last = [slice(n, n + extra) for n in case.committed]
-    key = striped_pool(case, problem.keys, table, rank)
-    window_key = torch.cat([k[s] for k, s in zip(problem.keys, last, strict=True)])
-    if problem.is_mla:
-        return kernel.mla(problem.q, MLACache(key[:, :, 0]), window_key[:, 0] if extra else None)
-    value = striped_pool(case, problem.values, table, rank)
-    window_value = torch.cat([v[s] for v, s in zip(problem.values, last, strict=True)])
-    return kernel.gqa(problem.q, GQACache(key, value), window_key, window_value)
+    window_key, window_value = (
+        torch.cat([r[s] for r, s in zip(rows, last, strict=True)]).to(case.dtype)
+        for rows in (problem.keys, problem.values)
+    )
+    cache = rank_cache(case, problem, table, rank)
+    if isinstance(cache, MLACache):
+        return kernel.mla(problem.q, cache, window_key[:, 0] if extra else None)
+    return kernel.gqa(problem.q, cache, window_key, window_value)
 
 
 def oracle(case: Case, problem: Problem, b: int) -> tuple[Tensor, Tensor]:
@@ -245,7 +295,7 @@ def test_grid_against_float64(case: Case) -> None:
     backend = TritonBackend()
     parts = [rank_result(case, problem, rank, backend) for rank in range(case.dcp_size)]
     window = case.window[0]
-    limit, lse_limit = LIMITS[case.dtype]
+    limit, lse_limit = LIMITS[case.dtype if case.kv == "same" else torch.bfloat16]
     for b in range(len(case.committed)):
         rows = slice(b * window, (b + 1) * window)
         mine = [AttentionResult(part.out[rows], part.lse[rows]) for part in parts]
@@ -328,16 +378,15 @@ def test_graph_replay_equals_eager(kind: str, window: tuple[int, str]) -> None:
         value_width=problem.width,
         device=DEVICE,
     )
-    key = striped_pool(case, problem.keys, table, 0)
-    value = striped_pool(case, problem.values, table, 0)
+    cache = rank_cache(case, problem, table, 0)
     q = problem.q.clone()
     tail = [k[n : n + extra] for k, n in zip(problem.keys, case.committed, strict=True)]
     window_key = torch.cat(tail)
 
     def call() -> AttentionResult:
-        if problem.is_mla:
-            return kernel.mla(q, MLACache(key[:, :, 0]), window_key[:, 0] if extra else None)
-        return kernel.gqa(q, GQACache(key, value), window_key, window_key)
+        if isinstance(cache, MLACache):
+            return kernel.mla(q, cache, window_key[:, 0] if extra else None)
+        return kernel.gqa(q, cache, window_key, window_key)
 
     call()
     torch.cuda.synchronize()

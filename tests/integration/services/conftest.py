@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from kvbraid.cluster.local_cluster import ClusterSpec, LocalCluster
+from kvbraid.cluster.local_cluster import SERVICE_COMMANDS, ClusterSpec, LocalCluster
 from kvbraid.cluster.worker_spec import WorkerSpec
 from kvbraid.v1 import (
     coordinator_pb2,
@@ -50,6 +50,7 @@ def running_cluster(
     prefill: tuple[str, ...] = ("tp=1,dcp=1",),
     decode: tuple[str, ...] = ("tp=2,dcp=2",),
     coordinator: tuple[str, ...] = (),
+    commands: Mapping[str, tuple[str, ...]] = SERVICE_COMMANDS,
 ) -> Iterator[LocalCluster]:
     spec = ClusterSpec(
         model=str(TINY_MLA),
@@ -57,6 +58,7 @@ def running_cluster(
         decode=tuple(WorkerSpec.parse("decode", f"{text},{SMALL}") for text in decode),
         coordinator=("--local-prefill-max-tokens=0", "--poll-seconds=0.2", *coordinator),
         drain_seconds=5.0,
+        commands=commands,
     )
     with LocalCluster(spec, directory) as cluster:
         cluster.start(timeout_s=110)
@@ -127,13 +129,31 @@ async def free_of_leaks(addresses: list[str], seconds: float = 10.0) -> None:
             await eventually(is_idle, seconds, f"pages of {address} are free")
 
 
+async def busy_worker(cluster: LocalCluster, role: str) -> str:
+    """Name of the worker of `role` that runs a sequence now."""
+    found: list[str] = []
+
+    async def is_found() -> bool:
+        for name, report in cluster.workers.items():
+            if report.role == role:
+                async with Client(report.grpc) as client:
+                    if (await client.info()).num_running:
+                        found.append(name)
+                        return True
+        return False
+
+    await eventually(is_found, 20, f"a {role} worker is busy")
+    return found[0]
+
+
 @pytest.fixture(scope="session")
 def support() -> object:
-    """Client, eventually and free_of_leaks for test modules."""
+    """Client, eventually, free_of_leaks and busy_worker for test modules."""
 
     class Support:
         client = Client
         leak_free = staticmethod(free_of_leaks)
         wait_for = staticmethod(eventually)
+        busy_worker = staticmethod(busy_worker)
 
     return Support

@@ -30,23 +30,6 @@ def is_gone(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-async def busy_worker(support, cluster, role: str) -> str:
-    """Name of the worker of `role` that runs a sequence now."""
-    found: list[str] = []
-
-    async def is_found() -> bool:
-        for name, report in cluster.workers.items():
-            if report.role == role:
-                async with support.client(report.grpc) as client:
-                    if (await client.info()).num_running:
-                        found.append(name)
-                        return True
-        return False
-
-    await support.wait_for(is_found, 20, f"a {role} worker is busy")
-    return found[0]
-
-
 @pytest.mark.parametrize("victim", [0, 1], ids=["rank 0", "another rank"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda n: n.name)
 async def test_a_lost_decode_rank_costs_no_token(
@@ -65,7 +48,7 @@ async def test_a_lost_decode_rank_costs_no_token(
                 last = now
                 tokens.append(token)
                 if len(tokens) == 10:
-                    lost = await busy_worker(support, cluster, "decode")
+                    lost = await support.busy_worker(cluster, "decode")
                     ranks = ranks_of(cluster.children[lost].pid)
                     assert len(ranks) == 2
                     os.kill(ranks[victim], number)
@@ -93,7 +76,7 @@ async def test_a_lost_prefill_worker_costs_no_token(
     with cluster_of(tmp_path, prefill=(slow, slow)) as cluster:
         async with support.client(cluster.coordinator.grpc) as client:
             call = asyncio.ensure_future(client.all_tokens(reference.prompt_ids, 24, timeout=60))
-            lost = await busy_worker(support, cluster, "prefill")
+            lost = await support.busy_worker(cluster, "prefill")
             struck_at = time.monotonic()
             os.kill(cluster.children[lost].pid, number)
             assert await call == reference.output_ids[:24]
@@ -136,7 +119,7 @@ async def test_a_lost_coordinator_leaves_no_page_behind(
             stream = client.tokens(decoding)
             await anext(stream)
             prefilling = asyncio.ensure_future(client.all_tokens(reference.prompt_ids, 100))
-            await busy_worker(support, cluster, "prefill")
+            await support.busy_worker(cluster, "prefill")
             os.kill(cluster.children["coordinator"].pid, number)
             await support.leak_free(workers, seconds=8)
             if number == signal.SIGKILL:

@@ -131,7 +131,7 @@ NEEDS = AttentionNeeds(
     [
         ({"device": "cpu"}, "device 'cpu' is not cuda"),
         ({"dtype": torch.float64}, "dtype torch.float64"),
-        ({"kv_dtype": torch.float8_e4m3fn}, "KV dtype torch.float8_e4m3fn differs"),
+        ({"kv_dtype": torch.float8_e5m2}, "KV dtype torch.float8_e5m2 is neither"),
         ({"page_size": 256}, "page_size 256 is above 128"),
         ({"geometry": MLAGeometry(1024, 128, 64, 128, 0.1)}, "kv_lora_rank 1024 is above 512"),
         ({"geometry": MLAGeometry(512, 128, 128, 128, 0.1)}, "qk_rope_head_dim 128 is above 64"),

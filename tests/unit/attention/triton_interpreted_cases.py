@@ -17,6 +17,7 @@ from attention.interface import AttentionResult, DecodeBatch, GQACache, MLACache
 from attention.layout import StripeLayout
 from attention.reference import attend, merge, window_visibility
 from attention.rows import decode_rows
+from tools.quantised_rows import pool_scale, quantise
 
 DEVICE = torch.device("cpu")
 HUGE_PAGE = 2**31 - 1
@@ -37,6 +38,7 @@ class Case:
     mask: str = "causal"
     dtype: str = "float32"
     deterministic: bool = False
+    kv: str = "same"  # or float8 with a scale "per tensor" or "per token"
 
 
 CASES = (
@@ -50,6 +52,63 @@ CASES = (
     Case("mqa decode, half precision", 8, 1, 64, 0, (300, 2), 2, 16, dtype="float16"),
     Case("gqa verify, window of two tiles", 8, 2, 32, 0, (90, 0, 20), 2, 16, window=18),
     Case("gqa decode, deterministic", 4, 2, 32, 0, (1100, 40), 2, 16, deterministic=True),
+    Case("mla decode, fp8", 16, 0, 64, 16, (130, 0, 9), 2, 16, kv="per tensor"),
+    Case("mla verify, fp8", 6, 0, 64, 16, (130, 0, 9), 3, 64, window=3, kv="per token"),
+    Case("mla verify, fp8 in one scale", 4, 0, 32, 16, (70, 9), 2, 4, window=2, kv="per tensor"),
+    Case("gqa decode, fp8", 9, 3, 64, 0, (130, 0, 7), 3, 4, kv="per token"),
+    Case(
+        "gqa decode, fp8, half precision",
+        8,
+        2,
+        32,
+        0,
+        (200, 3),
+        2,
+        128,
+        dtype="float16",
+        kv="per token",
+    ),
+    Case(
+        "mla decode, fp8 in pairs",
+        20,
+        0,
+        64,
+        16,
+        (130, 0, 9),
+        2,
+        16,
+        dtype="float16",
+        kv="per token",
+    ),
+    Case(
+        "mla verify, fp8 in pairs",
+        5,
+        0,
+        48,
+        16,
+        (70, 0, 19),
+        3,
+        64,
+        window=3,
+        dtype="float16",
+        kv="per tensor",
+    ),
+    Case(
+        "gqa verify, fp8 in pairs",
+        9,
+        4,
+        24,
+        0,
+        (90, 0, 20),
+        2,
+        4,
+        2,
+        18,
+        "full",
+        "float16",
+        kv="per token",
+    ),
+    Case("gqa verify, fp8", 8, 2, 32, 0, (90, 0, 20), 2, 16, window=4, kv="per tensor"),
 )
 
 
@@ -59,7 +118,9 @@ def stripes(case: Case, rows: list[Tensor], table: Tensor, rank: int) -> Tensor:
     if case.page_size == 1:
         pool = torch.full((256, 1, *rows[0].shape[1:]), float("nan")).to(rows[0].dtype)
     for sequence, tokens in zip(table.tolist(), rows, strict=True):
-        committed = len(tokens) - (case.window if case.window > 1 else 0)
+        committed = len(tokens)
+        if case.kv == "same" and case.window > 1:
+            committed -= case.window
         owned = [
             position
             for position in range(max(0, committed))
@@ -68,6 +129,34 @@ def stripes(case: Case, rows: list[Tensor], table: Tensor, rank: int) -> Tensor:
         for index, position in enumerate(owned):
             pool[sequence[index // case.page_size], index % case.page_size] = tokens[position]
     return pool
+
+
+def stored(case: Case, rows: list[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """What the pool keeps of each sequence, its scales, and the true rows, the window's as given.
+
+    The first sequence has scales per token with which weights vanish in half precision.
+    """
+    if case.kv == "same":
+        return rows, [], rows
+    window = case.window if case.window > 1 else 0
+    parts = [
+        quantise(r[: len(r) - window], case.kv, factor=1.0 if b else 2.0**-6)
+        for b, r in enumerate(rows)
+    ]
+    true = [
+        torch.cat([part.values, r[len(part.values) :].double()])
+        for part, r in zip(parts, rows, strict=True)
+    ]
+    return [part.stored for part in parts], [part.scale[..., None] for part in parts], true
+
+
+def pool_and_scale(
+    case: Case, rows: list[Tensor], scales: list[Tensor], table: Tensor, rank: int
+) -> tuple[Tensor, Tensor | None]:
+    if case.kv == "same":
+        return stripes(case, rows, table, rank), None
+    pool = stripes(case, rows, table, rank).to(torch.float8_e4m3fn)
+    return pool, pool_scale(stripes(case, scales, table, rank)[..., 0], case.kv)
 
 
 def page_table(case: Case) -> Tensor:
@@ -92,6 +181,10 @@ def run(case: Case) -> dict[str, object]:
     ]
     q = torch.randn(len(keys) * window, case.num_heads, key_width).to(dtype)
     kv_index = tuple(h * num_kv_heads // case.num_heads for h in range(case.num_heads))
+    stored_keys, key_scales, true_keys = stored(case, keys)
+    stored_values, value_scales, true_values = stored(case, values)
+    if is_mla:
+        true_values = [key[..., : case.width] for key in true_keys]
     scale, table = key_width**-0.5, page_table(case)
     backend = TritonBackend(deterministic=case.deterministic)
     batch = DecodeBatch(torch.tensor(case.lengths, dtype=torch.int32), table, window, case.mask)
@@ -106,15 +199,19 @@ def run(case: Case) -> dict[str, object]:
             value_width=case.width,
             device=DEVICE,
         )
-        pool = stripes(case, keys, table, rank)
+        pool, key_scale = pool_and_scale(case, stored_keys, key_scales, table, rank)
         in_hand = torch.cat([k[-window:] if len(k) else poison for k in keys])
         if is_mla:
-            parts.append(kernel.mla(q, MLACache(pool[:, :, 0]), in_hand[:, 0].contiguous()))
+            if key_scale is not None and key_scale.dim() == 3:
+                key_scale = key_scale[..., 0]
+            cache = MLACache(pool[:, :, 0], key_scale)
+            parts.append(kernel.mla(q, cache, in_hand[:, 0].contiguous()))
         else:
-            value_pool = stripes(case, values, table, rank)
+            value_pool, value_scale = pool_and_scale(case, stored_values, value_scales, table, rank)
             values_in_hand = torch.cat([v[-window:] if len(v) else poison for v in values])
-            parts.append(kernel.gqa(q, GQACache(pool, value_pool), in_hand, values_in_hand))
-    return compare(case, q, keys, values, parts, kv_index, scale)
+            gqa_cache = GQACache(pool, value_pool, key_scale, value_scale)
+            parts.append(kernel.gqa(q, gqa_cache, in_hand, values_in_hand))
+    return compare(case, q, true_keys, true_values, parts, kv_index, scale)
 
 
 def compare(

@@ -2,13 +2,16 @@ from __future__ import annotations
 
 import importlib
 import io
+import itertools
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from attention.dispatch import BACKENDS
 from kvbraid.cli import COMMANDS, SERVICES, main
 from kvbraid.cluster import WorkerSpec
 from kvbraid.commands.model_path import resolve_model
@@ -56,16 +59,43 @@ def test_doctor_reports_this_machine_as_json(capsys: pytest.CaptureFixture[str])
     report = json.loads(capsys.readouterr().out)
     assert report["packages"]["grpcio"]
     assert report["transports"]["grpc_push"] is True
-    cells = {(row["kind"], row["operation"]) for row in report["attention"]}
-    assert cells >= {("mla", "decode"), ("gqa", "verify"), ("gqa", "extend")}
-    assert all("c=4" in row for row in report["attention"])
+    cells = {(row["kind"], row["backend"], row["operation"]) for row in report["attention"]}
+    kinds, operations = ("gqa", "mla"), ("decode", "verify", "extend")
+    assert cells == set(itertools.product(kinds, ("auto", *BACKENDS), operations))
+    assert all(list(row)[-4:] == ["c=1", "c=2", "c=4", "c=8"] for row in report["attention"])
+
+
+def test_doctor_says_what_serves_and_the_first_reason_otherwise(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["doctor", "--json", "--dcp", "3,8"]) == 0
+    rows = {
+        (row["kind"], row["backend"], row["operation"]): (row["c=3"], row["c=8"])
+        for row in json.loads(capsys.readouterr().out)["attention"]
+    }
+    assert rows["mla", "auto", "verify"] == ("torch", "torch")
+    assert rows["gqa", "torch", "extend"] == ("ok", "ok")
+    assert rows["mla", "aiter", "decode"] == ("device 'cpu' is not cuda",) * 2
+
+
+@pytest.mark.parametrize("sizes", ["0", "2,", "two"])
+def test_doctor_refuses_malformed_stripe_widths(
+    sizes: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["doctor", "--dcp", sizes])
+    assert caught.value.code == 2
+    assert "must be sizes >= 1" in capsys.readouterr().err
 
 
 def test_doctor_prints_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
     text = capsys.readouterr().out
     assert "shared_memory:" in text
-    assert "kind" in text
+    lines = [line.split() for line in text.splitlines()]
+    assert ["kind", "backend", "operation", "device", "c=1", "c=2", "c=4", "c=8"] in lines
+    assert any(line[:3] == ["mla", "torch", "verify"] and line[-1] == "ok" for line in lines)
 
 
 @pytest.mark.parametrize(

@@ -1,34 +1,16 @@
-"""Rank 0's loop with a toy executor: aborts, handoffs, failures and their events, in one thread.
-
-The token after a prefix is a function of the prefix. A script runs one step ahead of the engine,
-between planning and committing, which is where messages of other threads may come at worst.
-"""
+"""Rank 0's loop with a toy executor: aborts, handoffs, failures and their events, in one thread."""
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Callable
 
-import numpy as np
 import pytest
 
-from kvbraid.engine.engine import Engine
-from kvbraid.engine.events import EngineEvent, GrantReady, PromptSent, RequestFailed, TokensReady
+from kvbraid.engine.events import PromptSent
 from kvbraid.engine.kv_exchange import TransferProgress, failure_code
-from kvbraid.engine.rank_executor import StepOutput
-from kvbraid.engine.scheduler import Scheduler, SchedulerLimits
 from kvbraid.engine.sequence import EngineRequest, SequenceKey, Source, Status
-from kvbraid.engine.step_plan import (
-    Admit,
-    AppendToken,
-    CloseGrant,
-    EndSend,
-    Release,
-    StepPlan,
-    Stop,
-)
+from kvbraid.engine.step_plan import CloseGrant, EndSend, Release
 from kvbraid.errors import (
     DataLossError,
     InvalidRequestError,
@@ -36,174 +18,26 @@ from kvbraid.errors import (
     LeaseLostError,
     UnavailableError,
 )
-from kvbraid.kv.kv_layout import KvLayout
-from kvbraid.kv.page_allocator import PageAllocator
-from kvbraid.kv.prefix_cache import PrefixCache
 from kvbraid.request import FinishReason, SamplingParams
-from kvbraid.transport.grant import Grant, RankEndpoint, new_transfer_id
 from kvbraid.worker.request_streams import RequestStreams
-
-LAYOUT = KvLayout("gqa", 1, 1, 1, 2, "float32", 1, 1, 4, 1, "digest")
-COMPLETE = TransferProgress(is_complete=1, failure=0, num_rows=10, num_bytes=80)
-Script = Iterator[None]
-
-
-def toy_token(prefix: Seq[int]) -> int:
-    return (sum((i + 1) * t for i, t in enumerate(prefix)) * 7 + len(prefix)) % 1000
-
-
-def expected(prompt: Seq[int], num_tokens: int) -> list[int]:
-    tokens = list(prompt)
-    for _ in range(num_tokens):
-        tokens.append(toy_token(tokens))
-    return tokens[len(prompt) :]
-
-
-def make_grant(first: int, end: int) -> Grant:
-    endpoint = RankEndpoint(0, "127.0.0.1:1", "", "", 2, 65536)
-    return Grant(new_transfer_id(), 1, 1, first, end, LAYOUT, (endpoint,), 1000)
-
-
-def key_of(name: str) -> SequenceKey:
-    return SequenceKey(name, 0, 0)
-
-
-class World:
-    """An engine, the one rank that it commands, and what it told."""
-
-    def __init__(self, *, num_pages: int = 64, keeps_prefixes: bool = True, **limits: int) -> None:
-        defaults = {
-            "max_num_seqs": 4,
-            "max_num_batched_tokens": 256,
-            "prefill_chunk_tokens": 256,
-            "max_num_waiting": 32,
-            "max_model_len": 250,
-        }
-        self.scheduler = Scheduler(
-            SchedulerLimits(**(defaults | limits)),
-            PrefixCache(PageAllocator(num_pages), 4),
-            logical_page_size=4,
-            model_digest="digest",
-            num_pool_tokens=(num_pages - 1) * 4,
-            issue_grant=make_grant,
-            keeps_prefixes=keeps_prefixes,
-        )
-        self.engine = Engine(
-            scheduler=self.scheduler,
-            executor=self,  # type: ignore[arg-type]
-            channel=self,
-            on_event=self._on_event,
-            on_step=lambda report: None,
-        )
-        self.events: list[EngineEvent] = []
-        self.operations: list[object] = []
-        self.slots: dict[int, list[int]] = {}
-        self.progress: dict[bytes, TransferProgress] = {}
-        self.broken_prompts: set[tuple[int, ...]] = set()
-        self._script: Script = iter(())
-
-    def _on_event(self, event: EngineEvent) -> None:
-        self.events.append(event)
-
-    # The channel and the executor.
-
-    def send(self, plan: object) -> None:
-        """One rank: nobody to tell."""
-
-    def move_rows(self) -> bool:
-        self._advance()
-        return True  # do not sleep: the script has more to say
-
-    def execute(self, plan: StepPlan) -> StepOutput:
-        for operation in plan.operations:
-            self._apply(operation)
-        output = self._compute(plan)
-        self._advance()
-        rows = [[self.progress.get(t, TransferProgress(0, 0, 0, 0)) for t in plan.collect]]
-        return dataclasses.replace(
-            output,
-            progress=np.array(rows, dtype=np.int64) if plan.collect else None,
-            stopped=any(isinstance(o, Stop) for o in plan.operations),
-        )
-
-    def _apply(self, operation: object) -> None:
-        self.operations.append(operation)
-        match operation:
-            case Admit():
-                assert operation.slot not in self.slots
-                self.slots[operation.slot] = list(operation.token_ids)
-            case AppendToken():
-                self.slots[operation.slot].append(operation.token_id)
-            case Release():
-                del self.slots[operation.slot]
-
-    def _compute(self, plan: StepPlan) -> StepOutput:
-        tokens: dict[int, int] = {}
-        invalid: list[int] = []
-        for slot in (*plan.decodes, *(e.slot for e in plan.extends if e.sample)):
-            if tuple(self.slots[slot]) in self.broken_prompts:
-                invalid.append(slot)
-                continue
-            tokens[slot] = toy_token(self.slots[slot])
-            self.slots[slot].append(tokens[slot])
-        return StepOutput(tokens, invalid=tuple(invalid))
-
-    # The script.
-
-    def run(self, script: Script) -> None:
-        """Run the engine beside `script` until both have nothing more to do."""
-        self._script = script
-        self.engine.run()
-        counts = self.scheduler.cache.counts()
-        assert counts.active == 0, "pages leaked"
-        assert not self.slots, "slots leaked"
-
-    def _advance(self) -> None:
-        try:
-            next(self._script)
-        except StopIteration:
-            if not self.engine.has_work:
-                self.engine.stop()
-
-    def until(self, holds: Callable[[], bool]) -> Script:
-        for _ in range(200):
-            if holds():
-                return
-            yield
-        raise AssertionError("it never came")
-
-    def submit(self, name: str, prompt: Seq[int], max_tokens: int = 5, **fields: object) -> None:
-        sampling = SamplingParams(temperature=0.0, seed=1, max_tokens=max_tokens)
-        request = EngineRequest(key_of(name), tuple(prompt), len(prompt), sampling)
-        self.engine.submit(dataclasses.replace(request, **fields))  # type: ignore[arg-type]
-
-    # What was told.
-
-    def tokens(self, name: str) -> list[int]:
-        return [t for e in self.chunks(name) for t in e.chunk.token_ids]
-
-    def chunks(self, name: str) -> list[TokensReady]:
-        key = key_of(name)
-        return [e for e in self.events if isinstance(e, TokensReady) and e.key == key]
-
-    def failures(self, name: str) -> list[KVBraidError]:
-        key = key_of(name)
-        return [e.error for e in self.events if isinstance(e, RequestFailed) and e.key == key]
-
-    def grant(self, name: str) -> Grant:
-        key = key_of(name)
-        return next(e.grant for e in self.events if isinstance(e, GrantReady) and e.key == key)
-
-    def is_granted(self, name: str) -> bool:
-        return any(isinstance(e, GrantReady) and e.key == key_of(name) for e in self.events)
+from tools.scripted_engine import (
+    COMPLETE,
+    Script,
+    ScriptedEngine,
+    key_of,
+    make_grant,
+)
+from tools.toy_rank import expected, toy_token
 
 
 def test_an_abort_is_answered_after_the_release_and_ends_the_stream() -> None:
-    world = World()
+    world = ScriptedEngine()
     released_when_told: list[tuple[bool, bool]] = []
 
     def done(found: bool) -> None:
-        released_when_told.append((found, any(isinstance(o, Release) for o in world.operations)))
+        released_when_told.append(
+            (found, any(isinstance(o, Release) for o in world.rank.operations))
+        )
 
     def script() -> Script:
         world.submit("a", range(20), max_tokens=100)
@@ -218,7 +52,7 @@ def test_an_abort_is_answered_after_the_release_and_ends_the_stream() -> None:
 
 
 def test_a_preempted_request_can_be_aborted_while_it_waits() -> None:
-    world = World(num_pages=10)
+    world = ScriptedEngine(num_pages=10)
     found: list[bool] = []
 
     def script() -> Script:
@@ -234,7 +68,7 @@ def test_a_preempted_request_can_be_aborted_while_it_waits() -> None:
 
 @pytest.mark.parametrize("rows_first", [True, False])
 def test_a_handoff_decodes_once_rows_and_token_are_here_in_either_order(rows_first: bool) -> None:
-    world = World()
+    world = ScriptedEngine()
     prompt = list(range(10))
     first = toy_token(prompt)
 
@@ -242,7 +76,7 @@ def test_a_handoff_decodes_once_rows_and_token_are_here_in_either_order(rows_fir
         world.engine.start_received(key_of("a"), world.grant("a").transfer_id, first)
 
     def rows() -> None:
-        world.progress[world.grant("a").transfer_id] = COMPLETE
+        world.complete_arrival("a")
 
     def script() -> Script:
         world.submit("a", prompt, max_tokens=4, source=Source.HANDOFF)
@@ -254,12 +88,12 @@ def test_a_handoff_decodes_once_rows_and_token_are_here_in_either_order(rows_fir
 
     world.run(script())
     assert [first, *world.tokens("a")] == expected(prompt, 4)
-    assert sum(isinstance(o, CloseGrant) for o in world.operations) == 1
+    assert sum(isinstance(o, CloseGrant) for o in world.rank.operations) == 1
 
 
 @pytest.mark.parametrize("second", ["same", "other"])
 def test_a_first_token_told_twice_changes_nothing(second: str) -> None:
-    world = World()
+    world = ScriptedEngine()
     prompt = list(range(10))
     first = toy_token(prompt)
     again = first if second == "same" else first + 1
@@ -270,7 +104,7 @@ def test_a_first_token_told_twice_changes_nothing(second: str) -> None:
         transfer_id = world.grant("a").transfer_id
         world.engine.start_received(key_of("a"), transfer_id, first)
         world.engine.start_received(key_of("a"), transfer_id, again)
-        world.progress[transfer_id] = COMPLETE
+        world.complete_arrival("a")
         yield from world.until(lambda: len(world.tokens("a")) > 1)
         world.engine.start_received(key_of("a"), transfer_id, again)
 
@@ -279,8 +113,10 @@ def test_a_first_token_told_twice_changes_nothing(second: str) -> None:
     assert [first, *world.tokens("a")] == expected(prompt, 20)
 
 
-def test_a_first_token_without_its_sequence_or_transfer_is_a_lost_lease() -> None:
-    world = World()
+def test_a_first_token_under_another_transfer_is_a_lost_lease_and_without_a_sequence_nothing() -> (
+    None
+):
+    world = ScriptedEngine()
 
     def script() -> Script:
         world.engine.start_received(key_of("unknown"), b"x" * 16, 1)
@@ -289,12 +125,12 @@ def test_a_first_token_without_its_sequence_or_transfer_is_a_lost_lease() -> Non
         world.engine.start_received(key_of("a"), b"x" * 16, 1)
 
     world.run(script())
-    assert [type(e) for e in world.failures("unknown")] == [LeaseLostError]
+    assert world.told("unknown") == []
     assert [type(e) for e in world.failures("a")] == [LeaseLostError]
 
 
 def test_a_failed_transfer_fails_its_request_with_the_class_that_the_rank_met() -> None:
-    world = World()
+    world = ScriptedEngine()
 
     def script() -> Script:
         world.submit("a", range(10), source=Source.HANDOFF)
@@ -306,11 +142,11 @@ def test_a_failed_transfer_fails_its_request_with_the_class_that_the_rank_met() 
     world.run(script())
     assert [type(e) for e in world.failures("a")] == [DataLossError]
     assert world.tokens("b") == expected(range(50, 60), 9)
-    assert any(isinstance(o, CloseGrant) for o in world.operations)
+    assert any(isinstance(o, CloseGrant) for o in world.rank.operations)
 
 
 def test_a_transfer_in_use_is_refused_and_the_engine_goes_on() -> None:
-    world = World()
+    world = ScriptedEngine()
     grant = make_grant(0, 10)
 
     def script() -> Script:
@@ -325,19 +161,19 @@ def test_a_transfer_in_use_is_refused_and_the_engine_goes_on() -> None:
     world.run(script())
     assert [type(e) for e in world.failures("second")] == [InvalidRequestError]
     assert not world.failures("third")
-    assert sum(isinstance(o, EndSend) for o in world.operations) == 2
+    assert sum(isinstance(o, EndSend) for o in world.rank.operations) == 2
 
 
 def test_kv_behind_logits_that_are_not_finite_is_never_found_by_another_request() -> None:
-    world = World()
+    world = ScriptedEngine()
     prompt = [i % 50 for i in range(130)]
-    world.broken_prompts.add(tuple(prompt))
+    world.rank.broken_prompts.add(tuple(prompt))
 
     def script() -> Script:
         world.submit("broken", prompt)
         world.submit("other", range(10), max_tokens=4)
         yield from world.until(lambda: bool(world.failures("broken")))
-        world.broken_prompts.clear()
+        world.rank.broken_prompts.clear()
         world.submit("again", prompt, max_tokens=3)
 
     world.run(script())
@@ -347,9 +183,55 @@ def test_kv_behind_logits_that_are_not_finite_is_never_found_by_another_request(
     assert world.tokens("other") == expected(range(10), 4)
 
 
+def test_cached_pages_that_give_no_finite_logits_are_computed_anew() -> None:
+    """Also what others made from them: a longer prompt that begins alike, and one that runs now."""
+    world = ScriptedEngine()
+    prompt = [i % 50 for i in range(130)]
+    longer = [*prompt, *range(70)]
+
+    def script() -> Script:
+        world.submit("first", longer, max_tokens=1)
+        yield from world.until(lambda: bool(world.tokens("first")))
+        world.rank.poisoned_pages |= set(range(world.num_pages))
+        world.submit("victim", prompt, max_tokens=3)
+        yield from world.until(lambda: bool(world.failures("victim")))
+        assert world.scheduler.cache.counts().cached == 0
+        world.submit("again", prompt, max_tokens=3)
+        yield from world.until(lambda: len(world.tokens("again")) == 3)
+        world.submit("longer", longer, max_tokens=2)
+
+    world.run(script())
+    assert [type(e) for e in world.failures("victim")] == [KVBraidError]
+    assert world.chunks("again")[0].num_cached_tokens == 0
+    assert world.tokens("again") == expected(prompt, 3)
+    assert world.chunks("longer")[0].num_cached_tokens == 128, "only what was computed anew"
+    assert world.tokens("longer") == expected(longer, 2)
+
+
+def test_a_sequence_that_shares_untrusted_pages_leaves_none_of_them_behind() -> None:
+    world = ScriptedEngine()
+    prompt = [i % 50 for i in range(130)]
+
+    def script() -> Script:
+        world.submit("first", prompt, max_tokens=1)
+        yield from world.until(lambda: bool(world.tokens("first")))
+        world.submit("sharer", prompt, max_tokens=50)
+        yield from world.until(lambda: len(world.tokens("sharer")) > 2)
+        world.rank.broken_prompts.add((*prompt, 7))
+        world.submit("victim", [*prompt, 7], max_tokens=3)
+        yield from world.until(lambda: bool(world.failures("victim")))
+        world.engine.abort(key_of("sharer"), lambda found: None)
+        yield from world.until(lambda: world.scheduler.num_running == 0)
+        world.submit("again", prompt, max_tokens=3)
+
+    world.run(script())
+    assert world.chunks("again")[0].num_cached_tokens == 0
+    assert world.tokens("again") == expected(prompt, 3)
+
+
 @pytest.mark.parametrize(("keeps", "cached"), [(True, 128), (False, 0)])
 def test_prefixes_are_kept_only_where_the_settings_say_so(keeps: bool, cached: int) -> None:
-    world = World(keeps_prefixes=keeps)
+    world = ScriptedEngine(keeps_prefixes=keeps)
     prompt = [i % 50 for i in range(130)]
 
     def script() -> Script:
@@ -362,7 +244,7 @@ def test_prefixes_are_kept_only_where_the_settings_say_so(keeps: bool, cached: i
 
 
 def test_the_queue_can_be_counted_while_it_changes() -> None:
-    world = World()
+    world = ScriptedEngine()
 
     class Racing(list[int]):
         """A sequence that arrives while another thread counts."""
@@ -382,7 +264,7 @@ def test_the_queue_can_be_counted_while_it_changes() -> None:
 
 
 def test_a_refused_request_is_told_of_and_leaves_nothing_behind() -> None:
-    world = World()
+    world = ScriptedEngine()
 
     def script() -> Script:
         world.submit("long", range(250))
@@ -456,7 +338,7 @@ async def test_a_call_cancelled_again_while_it_aborts_still_frees_its_key() -> N
 
 
 def test_a_running_sequence_of_a_prefill_is_sending_until_every_row_is_acknowledged() -> None:
-    world = World()
+    world = ScriptedEngine()
     grant = make_grant(0, 10)
     seen: list[Status] = []
 

@@ -50,7 +50,14 @@ def issue_grant(first: int, end: int) -> Grant:
 class ToyWorker:
     """Executes plans the way ranks do and checks what no rank could survive."""
 
-    def __init__(self, *, num_pages: int = 64, page: int = 4, **limits: int) -> None:
+    def __init__(
+        self,
+        *,
+        num_pages: int = 64,
+        page: int = 4,
+        cache_class: type[PrefixCache] = PrefixCache,
+        **limits: int,
+    ) -> None:
         defaults = {
             "max_num_seqs": 4,
             "max_num_batched_tokens": 16,
@@ -61,7 +68,7 @@ class ToyWorker:
         self.page = page
         self.scheduler = Scheduler(
             SchedulerLimits(**(defaults | limits)),
-            PrefixCache(PageAllocator(num_pages), page),
+            cache_class(PageAllocator(num_pages), page),
             logical_page_size=page,
             model_digest="digest",
             num_pool_tokens=(num_pages - 1) * page,
@@ -323,3 +330,59 @@ def test_a_prompt_that_waits_keeps_its_lease_and_gives_it_up_when_it_ends() -> N
     assert waiting.status is Status.WAITING
     worker.scheduler.finish(waiting)
     assert [type(o) for o in worker.step().operations] == [EndSend]
+
+
+class CountingCache(PrefixCache):
+    """Counts how often the cache is searched."""
+
+    num_matches = 0
+
+    def match(self, hashes: Seq[bytes], num_tokens: int) -> list[int]:
+        self.num_matches += 1
+        return super().match(hashes, num_tokens)
+
+
+class RestlessCache(PrefixCache):
+    """One that always claims to have changed."""
+
+    num_reads = 0
+
+    @property
+    def version(self) -> int:
+        self.num_reads += 1
+        return self.num_reads
+
+
+def test_a_queue_head_without_room_is_looked_up_only_after_something_was_released() -> None:
+    worker = ToyWorker(num_pages=24, max_num_batched_tokens=64, cache_class=CountingCache)
+    worker.submit("running", range(20), max_tokens=30)
+    worker.submit("also running", range(30, 40), max_tokens=12)
+    worker.submit("head", range(40, 110), max_tokens=2)
+    cache = worker.scheduler.cache
+    assert isinstance(cache, CountingCache)
+    worker.step()
+    while worker.scheduler.num_waiting:
+        worker.step()
+    assert len(worker.plans) > 25
+    assert cache.num_matches <= 2 + 1 + 2, "two admissions, one refusal, one look a release"
+    worker.run()
+    assert worker.finished[SequenceKey("head", 0, 0)] == expected(range(40, 110), 2)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    prompts=st.lists(st.tuples(st.integers(1, 90), st.integers(0, 2)), min_size=2, max_size=8),
+    num_pages=st.integers(29, 50),
+    num_tokens=st.integers(1, 20),
+)
+def test_looking_only_after_a_release_plans_the_same_steps(
+    prompts: list[tuple[int, int]], num_pages: int, num_tokens: int
+) -> None:
+    plans = []
+    for cache_class in (PrefixCache, RestlessCache):
+        worker = ToyWorker(num_pages=num_pages, max_num_batched_tokens=64, cache_class=cache_class)
+        for i, (length, kind) in enumerate(prompts):
+            worker.submit(str(i), [kind] * length, max_tokens=num_tokens)
+        worker.run()
+        plans.append(worker.plans)
+    assert plans[0] == plans[1]

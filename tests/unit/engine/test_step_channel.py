@@ -91,6 +91,7 @@ def test_wrong_use_is_refused(as_threads: AsThreads) -> None:
 def test_one_rank_has_nobody_to_tell() -> None:
     channel = make_step_channel(RankContext(0, 1, 0, 1, "single"))
     assert isinstance(channel, SingleStepChannel)
+    assert channel.num_receivers == 0, "nothing is encoded for nobody"
     channel.send(np.zeros(3, dtype=np.int64))
     with pytest.raises(ValueError, match="rank 0 sends"):
         channel.receive(lambda: None)

@@ -196,3 +196,36 @@ def test_hits_hold_the_right_tokens_under_any_mix_of_requests(seed: int, page_si
         cache.release(pages)
     assert cache.counts().active == 0
     assert len(cache.allocate(23)) == 23
+
+
+def test_forgotten_pages_are_not_found_and_freed_with_their_last_reference() -> None:
+    cache = cache_of(64, num_pages=5)
+    tokens = list(range(128))
+    pages = remember(cache, tokens, 64)
+    held = cache.match(hashes_of(tokens), 128)
+    assert cache.forget(held) == set(pages)
+    assert cache.peek(hashes_of(tokens), 128) == 0
+    assert cache.counts() == (2, 2, 0)
+    cache.release(held)
+    assert cache.counts() == (4, 0, 0)
+
+
+def test_what_begins_like_a_forgotten_prefix_is_forgotten_and_nothing_else() -> None:
+    cache = cache_of(32)
+    shared, other = [1] * 64, [5] * 128
+    first, second = [*shared, *[2] * 64], [*shared, *[3] * 64]
+    remember(cache, first, 32)
+    remember(cache, second, 32)
+    remember(cache, other, 32)
+    held = cache.match(hashes_of(first), 64)
+    fresh = cache.allocate(1)
+    assert len(cache.forget([*held, *fresh])) == 2 + 2 + 2
+    for prompt in (first, second):
+        assert cache.peek(hashes_of(prompt), 128) == 0
+    assert cache.peek(hashes_of(other), 128) == 128
+    # Computed anew, the shared part is found again and leads to nothing that was there before.
+    remember(cache, shared, 32)
+    assert cache.peek(hashes_of(second), 128) == 64
+    cache.release([*held, *fresh])
+    assert sum(cache.counts()) == 63
+    assert cache.counts().active == 0
