@@ -1,6 +1,7 @@
 """The owner rule of decode context parallelism and the shard rule of heads. Torch-free.
 
-Nothing else in the project computes an owner, a local row or a shard boundary.
+Nothing else in the project computes an owner, a local row or a shard boundary, but for the same
+rule on the device in backends/triton_rows_kernels.py, which tests compare with this one.
 Notation: c = dcp_size, r = dcp_rank, P = page_size, I = interleave, L = global length.
 Owner of position p: (p // I) % c. Row of logical slot v on its owner: (v // (c*I)) * I + v % I.
 Sources: SGLang (I = 1) and vLLM (any I) agree on both formulas.

@@ -34,15 +34,15 @@ PREFERENCES = (
         MLA,
         range(1, 64),
         ("triton", "flashinfer", "torch"),
-        f"{_H200}: ours / FlashInfer fa3 0.43-0.97 at 16 heads, 0.55-0.99 at 32",
+        f"{_H200}: ours / FlashInfer fa3 0.42-0.97 at 16 heads, 0.54-1.00 at 32",
     ),
     Preference(
         "sm90",
         MLA,
         range(64, _MANY),
         ("flashinfer", "triton", "torch"),
-        f"{_H200}: ours / FlashInfer fa3 1.14-1.27 at 64 heads batched (0.71-0.76 at batch 1), "
-        "1.13-1.38 at 128 heads (0.84 at 1 x 16K)",
+        f"{_H200}: ours / FlashInfer fa3 1.01-1.05 at 64 heads batched (0.71-0.77 at batch 1), "
+        "1.10-1.14 at 128 heads with short sequences (0.85-0.96 at batch 1 and 8 x 128K)",
     ),
     Preference(
         "sm90",

@@ -33,6 +33,9 @@ SHAPES = ((1, 16 << 10), (1, 128 << 10), (8, 128 << 10), (64, 8 << 10), (128, 4 
 MLA_HEADS = (16, 32, 64, 128)
 GQA_HEADS = ((32, 8, 128), (9, 3, 64))
 VERIFY_BARS = {2: None, 4: 1.15, 8: 1.4}
+FP8 = torch.float8_e4m3fn
+FP8_SHAPES = ((8, 128 << 10), (64, 8 << 10))
+FP8_BAR = 0.6
 
 Call = Callable[[int], object]
 
@@ -128,7 +131,9 @@ def replay_us(calls: dict[str, Call], copies: int, repeats: int) -> dict[str, fl
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def ours_mla(shape: Shape, num_heads: int, pools: Sequence[Tensor], window: int = 1) -> Call:
+def ours_mla(
+    shape: Shape, num_heads: int, pools: Sequence[Tensor | MLACache], window: int = 1
+) -> Call:
     """Decode, or verify with the window in hand."""
     kernel = TritonBackend().plan_decode(
         shape.rows(window),
@@ -139,7 +144,8 @@ def ours_mla(shape: Shape, num_heads: int, pools: Sequence[Tensor], window: int 
     )
     q = random(shape.batch * window, num_heads, RANK + ROPE)
     in_hand = random(shape.batch * window, RANK + ROPE) if window > 1 else None
-    return lambda i: kernel.mla(q, MLACache(pools[i]), in_hand)
+    caches = [pool if isinstance(pool, MLACache) else MLACache(pool) for pool in pools]
+    return lambda i: kernel.mla(q, caches[i], in_hand)
 
 
 def flashinfer_mla(shape: Shape, num_heads: int, pools: Sequence[Tensor]) -> Call:
@@ -288,6 +294,42 @@ def gqa_rows(
     ]
 
 
+def fp8_rows(shape: Shape, repeats: int) -> list[BenchmarkRow]:
+    """Decode over e4m3 pools, one scale or one a token, against the same over bf16 pools."""
+    mla = (shape.num_pages, PAGE_SIZE, RANK + ROPE)
+    heads = GQA_HEADS[0]
+    gqa = (shape.num_pages, PAGE_SIZE, heads[1], heads[2])
+    copies = num_copies(shape.num_pages * PAGE_SIZE * (RANK + ROPE))
+    latents = [random(*mla) for _ in range(copies)]
+    caches = [GQACache(random(*gqa), random(*gqa)) for _ in range(copies)]
+    rows = []
+    for kind, token_shape in (("one scale", None), ("a scale a token", True)):
+        latent_scale = scales(mla[:2] if token_shape else (1,))
+        gqa_scale = scales(gqa[:3] if token_shape else (1,))
+        calls = {
+            "mla 16 heads": ours_mla(shape, 16, latents),
+            "mla 16 heads fp8": ours_mla(
+                shape, 16, [MLACache(x.to(FP8), latent_scale) for x in latents]
+            ),
+            "gqa 32/8 heads of 128": ours_gqa(shape, *heads, caches),
+            "gqa 32/8 heads of 128 fp8": ours_gqa(
+                shape,
+                *heads,
+                [GQACache(c.key.to(FP8), c.value.to(FP8), gqa_scale, gqa_scale) for c in caches],
+            ),
+        }
+        times = replay_us(calls, copies, repeats)
+        for name in ("mla 16 heads", "gqa 32/8 heads of 128"):
+            case = f"{name}, {shape}, fp8 KV, {kind}: / bf16 KV"
+            rows.append(against(case, times[f"{name} fp8"], times[name], FP8_BAR))
+    return rows
+
+
+def scales(shape: tuple[int, ...]) -> Tensor:
+    """float32, between 0.5 and 1.5."""
+    return torch.rand(shape, device=DEVICE) + 0.5
+
+
 def measure(repeats: int) -> list[BenchmarkRow]:
     """All rows, the ceilings first."""
     ceilings = measure_ceilings()
@@ -297,6 +339,8 @@ def measure(repeats: int) -> list[BenchmarkRow]:
     ]
     for batch, length in SHAPES:
         rows += mla_rows(Shape(batch, length), ceilings, repeats)
+    for batch, length in FP8_SHAPES:
+        rows += fp8_rows(Shape(batch, length), repeats)
     for heads in GQA_HEADS:
         for batch, length in SHAPES:
             rows += gqa_rows(Shape(batch, length), heads, ceilings, repeats)

@@ -64,7 +64,7 @@ class DecodeWorker:
         return self._worker.counted_handoff_failures("in")
 
     def start(self, ref: RequestRef, index: int, transfer_id: bytes, token_id: int) -> None:
-        """The first token of a handed-off request; an unknown one fails its stream."""
+        """The first token of a handed-off request; one that has ended is ignored."""
         self._worker.check_token_id(token_id)
         self._worker.streams.engine.start_received(_key(ref, index), transfer_id, token_id)
 

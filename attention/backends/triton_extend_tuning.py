@@ -1,4 +1,4 @@
-"""Launch shapes of the triton extend kernel, from measurements on H200."""
+"""Launch shapes of the triton extend kernel: what fits Hopper without spilling, not yet swept."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,8 @@ from pathlib import Path
 import kvbraid
 from kvbraid.errors import NotFoundError
 
-BENCHMARKS = Path(kvbraid.__file__).parent.parent / "benchmarks"
+ROOT = Path(kvbraid.__file__).parent.parent
+BENCHMARKS = ROOT / "benchmarks"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,8 +25,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run it and return its exit code. Raises NotFoundError listing those that exist."""
-    script = BENCHMARKS / f"{arguments.name}.py"
-    if not script.is_file():
-        names = ", ".join(sorted(p.stem for p in BENCHMARKS.glob("*.py"))) or "none"
+    programs = [p.stem for p in BENCHMARKS.glob("*.py") if "__main__" in p.read_text()]
+    if arguments.name not in programs:
+        names = ", ".join(sorted(programs)) or "none"
         raise NotFoundError(f"no benchmark {arguments.name!r} in {BENCHMARKS}; there are: {names}")
-    return subprocess.run([sys.executable, str(script), *arguments.rest], check=False).returncode
+    # As a module: run by its path, benchmarks/attention.py would hide the package of that name.
+    command = [sys.executable, "-m", f"benchmarks.{arguments.name}", *arguments.rest]
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    return subprocess.run(command, check=False, env=environment).returncode

@@ -175,6 +175,8 @@ class KvExchange:
         receiver: RowReceiver,
         sender: RowSender,
     ) -> None:
+        """Raises ValueError for a pool whose rows cannot be moved."""
+        pool.spec.check_movable()
         self._rank = rank
         self._layout = layout
         self._pool = pool

@@ -221,6 +221,7 @@ def _attention(
         kv_dtype=limits.dtype,
         q_mode=parallel.q_mode,
         num_hosts=num_hosts,
+        max_batch_size=limits.max_tokens,
         operations=frozenset({"decode", "verify", "extend"}),
     )
     try:
