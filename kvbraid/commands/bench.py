@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +10,7 @@ from pathlib import Path
 import kvbraid
 from kvbraid.errors import NotFoundError
 
-ROOT = Path(kvbraid.__file__).parent.parent
-BENCHMARKS = ROOT / "benchmarks"
+BENCHMARKS = Path(kvbraid.__file__).parent.parent / "benchmarks"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,8 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.name not in programs:
         names = ", ".join(sorted(programs)) or "none"
         raise NotFoundError(f"no benchmark {arguments.name!r} in {BENCHMARKS}; there are: {names}")
-    # As a module: run by its path, benchmarks/attention.py would hide the package of that name.
+    # As a module: run by its path, benchmarks/attention.py would hide the package of that name. The
+    # source tree is on the path of the interpreter that runs this command.
     command = [sys.executable, "-m", f"benchmarks.{arguments.name}", *arguments.rest]
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    return subprocess.run(command, check=False, env=environment).returncode
+    return subprocess.run(command, check=False).returncode

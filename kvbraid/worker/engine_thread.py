@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 # Where a model computes on all cores, event loops that move its rows and tokens must still get
 # their turn at once. Threads that the engine thread starts for its products inherit it.
-_COMPUTE_NICENESS = 10
+_COMPUTE_NICENESS = 5
 
 
 class EngineFailedError(Exception):
