@@ -22,19 +22,25 @@ class EngineFailedError(Exception):
 
 
 class EngineThread:
-    """Runs `body` in a thread of its own, with `device` as its current one.
+    """Runs `body` in a thread of its own, with `device` as its current one and so many threads for
+    its products on CPU.
 
     failure: resolves with a reason when `body` ends by an error; never otherwise.
     finished: resolves when `body` ends in whatever way.
     """
 
     def __init__(
-        self, body: Callable[[], None], loop: asyncio.AbstractEventLoop, device: torch.device
+        self,
+        body: Callable[[], None],
+        loop: asyncio.AbstractEventLoop,
+        device: torch.device,
+        num_compute_threads: int,
     ) -> None:
         self.failure: asyncio.Future[str] = loop.create_future()
         self.finished: asyncio.Future[None] = loop.create_future()
         self._body = body
         self._device = device
+        self._num_compute_threads = num_compute_threads
         self._loop = loop
         # A daemon: a rank that hangs in a collective must not keep the process from ending.
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -46,6 +52,7 @@ class EngineThread:
     def _run(self) -> None:
         reason = ""
         try:
+            torch.set_num_threads(self._num_compute_threads)
             if self._device.type == "cuda":
                 # The current device is each thread's own, and kernels are launched on it.
                 torch.cuda.set_device(self._device)

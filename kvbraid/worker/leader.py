@@ -25,6 +25,7 @@ from kvbraid.worker.engine_thread import EngineFailedError, EngineThread
 from kvbraid.worker.grant_issuer import GrantIssuer
 from kvbraid.worker.info_servicer import WorkerInfoServicer, add_info_service
 from kvbraid.worker.rank import Rank
+from kvbraid.worker.rank_assembly import num_compute_threads
 from kvbraid.worker.request_streams import RequestStreams
 from kvbraid.worker.worker import StepObserver, Worker, WorkerIdentity
 
@@ -56,7 +57,8 @@ async def lead(rank: Rank, add_services: AddServices) -> int:
         await rank.server.start()
         own = rank.ports.endpoint(rank.server.address)
         issuer.publish(await asyncio.to_thread(gather_endpoints, own, rank.control_group))
-        thread = EngineThread(engine.run, loop, rank.built.device)
+        num_threads = num_compute_threads(settings.parallel, rank.context.local_world_size)
+        thread = EngineThread(engine.run, loop, rank.built.device, num_threads)
         thread.finished.add_done_callback(lambda _: worker.streams.end())
         thread.start()
         background = [

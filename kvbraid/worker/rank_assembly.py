@@ -115,10 +115,10 @@ def communicator_kind(context: RankContext, parallel: ParallelSettings) -> str:
     return "shared_memory" if context.is_one_host else "gloo"
 
 
-def set_compute_threads(parallel: ParallelSettings, local_world_size: int) -> None:
+def num_compute_threads(parallel: ParallelSettings, local_world_size: int) -> int:
     """Share the host's cores among its ranks; more threads than cores only wait for each other."""
     cores = len(os.sched_getaffinity(0))
-    torch.set_num_threads(parallel.threads_per_rank or max(1, cores // local_world_size))
+    return parallel.threads_per_rank or max(1, cores // local_world_size)
 
 
 def build_rank(

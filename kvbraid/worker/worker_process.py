@@ -11,6 +11,8 @@ import logging
 import signal
 import sys
 
+import torch
+
 from kvbraid.engine.engine import follow
 from kvbraid.engine.rank_lost import RankLostError
 from kvbraid.engine.ranks import RankContext, SpawnedRanks, from_environment, spawn_ranks, start_run
@@ -21,7 +23,7 @@ from kvbraid.worker.endpoints import gather_endpoints
 from kvbraid.worker.engine_thread import EngineFailedError, EngineThread
 from kvbraid.worker.leader import AddServices, lead
 from kvbraid.worker.rank import Rank, WorkerSettings, prepared_rank
-from kvbraid.worker.rank_assembly import set_compute_threads
+from kvbraid.worker.rank_assembly import num_compute_threads
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +43,10 @@ async def run_worker(
     given = from_environment()
     context = given or start_run(settings.parallel.tp_size)
     configure_logging(role=role, rank=context.rank, level=settings.server.log_level)
-    set_compute_threads(settings.parallel, context.local_world_size)
+    # The engine thread alone computes with more. Every thread that ever does keeps a team of
+    # threads, and when teams have more threads than there are cores, OpenMP lets them sleep between
+    # any two products: a decode step on two cores took half as long again.
+    torch.set_num_threads(1)
     spawned = _spawn(module, context) if given is None and context.world_size > 1 else None
     grace_s = _RANK_STOP_GRACE_S
     try:
@@ -75,7 +80,10 @@ async def _follow(rank: Rank) -> int:
     own = rank.ports.endpoint(rank.server.address)
     await asyncio.to_thread(gather_endpoints, own, rank.control_group)
     engine = EngineThread(
-        lambda: follow(rank.channel, rank.built.executor), loop, rank.built.device
+        lambda: follow(rank.channel, rank.built.executor),
+        loop,
+        rank.built.device,
+        num_compute_threads(rank.settings.parallel, rank.context.local_world_size),
     )
     engine.start()
     await engine.finished
