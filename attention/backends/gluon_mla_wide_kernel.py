@@ -419,8 +419,7 @@ def _store(call, state, sequence, slot, FORM: gl.constexpr, SIDE: gl.constexpr):
 def _attend(call, shared, FORM: gl.constexpr, SIDE: gl.constexpr):
     """What warpgroup SIDE does: it owns the tiles i of each piece with i % 2 == SIDE.
 
-    Tiles are added in order. To start the scores of a tile before the one ahead of it is added was
-    slower on H200 in every shape but a verify window of eight.
+    Tiles are added in order, each before the scores of the owner's next one are started.
     """
     _copy_q(call, shared, call.first_sequence, call.first_piece < call.end_piece, FORM, SIDE)
     ahead = _start_ahead(call)

@@ -115,8 +115,7 @@ FP8_IN_FLOAT32 = LaunchShape(swap=False, block_rows=16, block_keys=16, num_warps
 
 
 def _fp8_shape(rows: int, dim: int) -> LaunchShape:
-    """Of triton_fp8_kernel. Where scales are per token a few programs less would be better or
-    worse by shape; these are the best for one scale and near it for many."""
+    """Of triton_fp8_kernel, for one scale a tensor as well as one a token."""
     block_rows = 16 if rows <= 16 else 32
     if dim > 256:
         return LaunchShape(

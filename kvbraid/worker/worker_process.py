@@ -45,7 +45,7 @@ async def run_worker(
     configure_logging(role=role, rank=context.rank, level=settings.server.log_level)
     # The engine thread alone computes with more. Every thread that ever does keeps a team of
     # threads, and when teams have more threads than there are cores, OpenMP lets them sleep between
-    # any two products: a decode step on two cores took half as long again.
+    # any two products.
     torch.set_num_threads(1)
     spawned = _spawn(module, context) if given is None and context.world_size > 1 else None
     grace_s = _RANK_STOP_GRACE_S

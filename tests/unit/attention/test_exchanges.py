@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,8 +30,10 @@ from attention.interface import (
     SplitResult,
 )
 from attention.layout import HeadLayout, StripeLayout, shard_range
-from tests.unit.attention.test_triton_interpreted import OBSTACLE, interpreted
 from tools.thread_ranks import ThreadGroup
+from tools.triton_interpreter import interpreted, interpreter_obstacle
+
+OBSTACLE = interpreter_obstacle()
 
 NO_KEYS = float("-inf")
 # `fused` runs on GPUs, and in the interpreter: see interpreted_exchange_cases.
@@ -292,7 +295,7 @@ def test_splits_are_handed_over_where_the_kernel_gives_them(run_ranks, kernel, w
 @pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE))
 def test_kernels_equal_the_reference_in_the_interpreter():
     """pack, merge, weigh and the fused kernel with 2 and 3 ranks, one of them a step ahead."""
-    results = interpreted("interpreted_exchange_cases.py")
+    results = interpreted(Path(__file__).with_name("interpreted_exchange_cases.py"))
     assert {result["size"] for result in results} == {2, 3}
     for result in results:
         # The interpreter cuts values off where the hardware rounds them.

@@ -2,32 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import os
-import subprocess
-import sys
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
+from tools.triton_interpreter import interpreted, interpreter_obstacle
+
 PROGRAM = Path(__file__).with_name("triton_extend_interpreted_cases.py")
-ROOT = Path(__file__).resolve().parents[3]
-
-
-def interpreter_obstacle() -> str | None:
-    """Why the interpreter cannot run here, if so."""
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed"
-    triton, numpy = (
-        tuple(int(part) for part in version(name).split(".")[:2]) for name in ("triton", "numpy")
-    )
-    if triton < (3, 7) and numpy >= (2, 4):
-        return f"the interpreter of triton {version('triton')} fails with numpy 2.4 and newer"
-    return None
-
-
 OBSTACLE = interpreter_obstacle()
 pytestmark = [
     pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE)),
@@ -38,22 +19,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def report() -> dict:
-    environment = {
-        **os.environ,
-        "TRITON_INTERPRET": "1",
-        "PYTHONPATH": str(ROOT),
-        "PYTHONWARNINGS": "ignore",
-    }
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return interpreted(PROGRAM, timeout_s=280)
 
 
 def test_rows_equal_the_reference_and_the_torch_backend(report: dict) -> None:

@@ -2,56 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import os
-import subprocess
-import sys
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tools.triton_interpreter import interpreted, interpreter_obstacle
+
 PROGRAM = Path(__file__).with_name("row_mover_cases.py")
-ROOT = Path(__file__).resolve().parents[3]
-
-
-def interpreter_obstacle() -> str | None:
-    """Why the interpreter cannot run here, if so."""
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed"
-    triton, numpy = (
-        tuple(int(part) for part in version(name).split(".")[:2]) for name in ("triton", "numpy")
-    )
-    if triton < (3, 7) and numpy >= (2, 4):
-        return f"the interpreter of triton {version('triton')} fails with numpy 2.4 and newer"
-    return None
-
-
 OBSTACLE = interpreter_obstacle()
 pytestmark = pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE))
 
 
 @pytest.fixture(scope="module")
 def answer() -> dict[str, Any]:
-    environment = {
-        **os.environ,
-        "TRITON_INTERPRET": "1",
-        "PYTHONPATH": str(ROOT),
-        "PYTHONWARNINGS": "ignore",
-    }
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-        timeout=110,
-    )
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    return interpreted(PROGRAM)
 
 
 def test_appended_rows_are_the_ranks_own_and_nothing_else_changes(answer: dict[str, Any]) -> None:
