@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from kvbraid.errors import UnavailableError
@@ -25,8 +25,17 @@ class Child:
     coordinator would wait for workers' computing threads however nice these are.
     """
 
-    def __init__(self, name: str, command: Sequence[str], directory: Path) -> None:
-        """Start `command` with flags for its ready file and parent; both files in `directory`."""
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        directory: Path,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """Start `command` with flags for its ready file and parent; both files in `directory`.
+
+        environment: None: this process's.
+        """
         self.name = name
         self.log_path = directory / f"{name}.log"
         self._ready_path = directory / f"{name}.ready"
@@ -39,6 +48,7 @@ class Child:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 process_group=0,
+                env=environment,
             )
 
     @property

@@ -21,6 +21,7 @@ from kvbraid.cluster.child import Child
 from kvbraid.cluster.worker_spec import WorkerSpec
 from kvbraid.errors import UnavailableError
 from kvbraid.rpc.ready import ReadyReport
+from kvbraid.settings.openmp import with_brief_spinning
 
 SERVICE_COMMANDS: Mapping[str, tuple[str, ...]] = {
     "prefill": (sys.executable, "-m", "prefill_service"),
@@ -122,7 +123,10 @@ class LocalCluster:
     def _spawn(self, name: str, role: str, flags: Sequence[str]) -> None:
         own = [f"--model={self._spec.model}", f"--drain-seconds={self._spec.drain_seconds}"]
         command = [*self._spec.commands[role], *own, *self._spec.everyone, *flags]
-        self.children[name] = Child(name, command, self.log_directory)
+        # A prefill worker's threads that wait for one another take the cores from decode, whose
+        # steps clients wait for; its own products are too large to miss the microseconds.
+        environment = with_brief_spinning() if role == "prefill" else None
+        self.children[name] = Child(name, command, self.log_directory, environment)
 
     def _targets(self) -> list[str]:
         def of(role: str) -> str:

@@ -24,7 +24,7 @@ from kvbraid.transport.grant import RankEndpoint
 from kvbraid.transport.grpc_push import ChannelFactory
 from kvbraid.transport.outbox import OutFrame
 from kvbraid.transport.push_service import PUSH_SHARED
-from kvbraid.transport.staging import slot_path
+from kvbraid.transport.staging import ring_lives, slot_path
 from kvbraid.v1.kv_transfer_pb2 import PushSharedRequest, PushSharedResponse, SharedFrame
 
 if TYPE_CHECKING:
@@ -178,7 +178,11 @@ class _MappedSlots:
         self._views: dict[int, memoryview] = {}
 
     def view(self, slot: int) -> memoryview:
-        """The slot's memory. Raises UnavailableError when the receiver's ring is gone."""
+        """The slot's memory.
+
+        Raises LeaseLostError when the receiver has taken the slot back since it lent it, and
+        UnavailableError when its ring is gone or out of reach.
+        """
         view = self._views.get(slot)
         if view is None:
             view = self._views[slot] = self._map(slot)
@@ -189,6 +193,11 @@ class _MappedSlots:
         try:
             fd = os.open(slot_path(self._endpoint.ring_name, slot), os.O_RDWR)
         except (OSError, ValueError) as error:
+            # The loan and the end of the call that took it back cross: either may come first.
+            if isinstance(error, FileNotFoundError) and ring_lives(self._endpoint.ring_name):
+                raise LeaseLostError(
+                    f"{self._endpoint.address} took slot {slot} back before it was filled"
+                ) from error
             raise UnavailableError(
                 f"{self._endpoint.address}: slot {slot} cannot be mapped: {error}"
             ) from error

@@ -169,6 +169,11 @@ def slot_path(ring_name: str, slot: int, directory: Path = SHARED_MEMORY) -> Pat
     return directory / f"{ring_name}.{slot}"
 
 
+def ring_lives(ring_name: str, directory: Path = SHARED_MEMORY) -> bool:
+    """Whether the ring of this name is in this directory and not closed."""
+    return (directory / f"{ring_name}.lock").exists()
+
+
 def remove_stale_rings(directory: Path = SHARED_MEMORY) -> list[str]:
     """Unlink the rings whose process is gone; returns their names. For a worker's start."""
     removed = []

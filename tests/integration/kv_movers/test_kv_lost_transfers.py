@@ -47,6 +47,26 @@ async def test_closing_a_grant_mid_push_aborts_the_sender_and_frees_every_slot(
             await destination.freed()
 
 
+async def test_slot_that_is_taken_back_right_after_its_loan_is_a_lost_lease(
+    cluster: Clusters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loan may reach the sender before the end of the call that took the slot back does."""
+    async with cluster(MLA, replace(MLA, tp_size=1), "shared_memory") as workers:
+        ring = workers.destinations[0].ring
+        acquire = ring.acquire
+
+        def acquire_what_is_taken_back() -> int | None:
+            slot: int | None = acquire()
+            if slot is not None:
+                ring.replace(slot)
+            return slot
+
+        monkeypatch.setattr(ring, "acquire", acquire_what_is_taken_back)
+        grant = workers.grant(lease_ms=NO_HEARTBEAT_MS)
+        workers.begin(grant)
+        assert isinstance(await workers.failure(grant), LeaseLostError)
+
+
 @pytest.mark.parametrize("mover", MOVERS)
 async def test_lease_that_runs_out_ends_the_push(cluster: Clusters, mover: str) -> None:
     """serving.md 3.3: a lost notification never holds pages or a sender for ever."""

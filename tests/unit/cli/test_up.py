@@ -93,6 +93,18 @@ def test_one_ready_line_names_every_address_and_one_ctrl_c_stops_all(start: Star
     assert_all_gone(children)
 
 
+def test_only_prefill_workers_spin_briefly(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    line = ready(start("tp=1"))
+    brief = [
+        name
+        for name, pid in line["pids"].items()
+        if "GOMP_SPINCOUNT" in psutil.Process(pid).environ()
+    ]
+    assert brief == ["prefill-0"]
+
+
 def test_a_dead_child_is_reported_and_stops_the_rest(start: Start) -> None:
     process = start("tp=1")
     line = ready(process)
