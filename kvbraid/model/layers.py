@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attention.interface import Group
+from kvbraid.model.few_rows_product import few_rows_product
 from kvbraid.model.parallel import ParallelContext
 from kvbraid.model.weight_reader import WeightReader
 
@@ -35,15 +36,19 @@ class RMSNorm:
 class Projection:
     """x @ weight (+ bias), the weight kept in the memory order that this shape runs fastest in."""
 
-    __slots__ = ("_bias", "_weight")
+    __slots__ = ("_bias", "_few_rows", "_weight")
 
     def __init__(self, parts: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> None:
         """parts: matrices [out_i, in] that share their input; the outputs are concatenated."""
         self._weight = _arrange(parts)
         self._bias = torch.cat(list(biases)) if biases else None
+        self._few_rows = few_rows_product(self._weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, in] -> [T, sum of out_i]."""
+        if self._few_rows is not None and self._few_rows.takes(x.shape[0]):
+            out = self._few_rows.forward(x)
+            return out if self._bias is None else out.add_(self._bias)
         if self._bias is None:
             return torch.mm(x, self._weight)
         return torch.addmm(self._bias, x, self._weight)
@@ -133,6 +138,7 @@ class VocabularyShard:
         self.shard = shard
         self._embedding = embedding
         self._head = head.t()
+        self._few_rows = few_rows_product(self._head)
         self._group = parallel.tp_group
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -150,4 +156,6 @@ class VocabularyShard:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, hidden] -> float32 [N, V_local]."""
+        if self._few_rows is not None and self._few_rows.takes(hidden.shape[0]):
+            return self._few_rows.forward(hidden)
         return torch.mm(hidden, self._head).float()
