@@ -14,6 +14,10 @@ TORCH ?= torch==2.13.0
 ARGS ?=
 # Benchmark to run, e.g. make bench NAME=cpu_decode ARGS="--json out.json"
 NAME ?= cpu_decode
+# Platform of the container image: cpu, cuda or rocm.
+TARGET ?= cpu
+# What resolves the locks of the image.
+UV ?= uv==0.13.9
 
 BIN := $(VENV)/bin
 # Per checkout: a virtualenv shared by two checkouts serves the one that was set up last.
@@ -42,7 +46,8 @@ $(RUN_READY): pyproject.toml | $(BIN)/python
 	touch $@
 
 $(READY): $(RUN_READY)
-	$(BIN)/python -m pip install --quiet -e ".[dev]"
+	$(BIN)/python -m pip install --quiet -e ".[dev,docs,deploy,observability]"
+	$(BIN)/python -m tools.fetch_helm $(BIN)
 	touch $@
 
 .PHONY: demo
@@ -84,6 +89,27 @@ protos: $(READY) ## Fail when the generated stubs are not what protos/ says
 .PHONY: gen-protos
 gen-protos: $(READY) ## Generate kvbraid/v1 from protos/
 	$(BIN)/python tools/gen_protos.py
+
+.PHONY: gen-docs
+gen-docs: $(READY) ## Generate the reference pages of docs/
+	$(BIN)/python -m tools.gen_docs
+
+.PHONY: docs
+docs: $(READY) ## Build the documentation site in build/site
+	$(BIN)/python -m mkdocs build --strict
+
+.PHONY: image
+image: ## Build the container image: make image TARGET=cpu|cuda|rocm
+	docker build -f deploy/docker/Dockerfile --target $(TARGET) -t kvbraid:$(TARGET) .
+
+.PHONY: test-image
+test-image: $(READY) ## Run the steps of the cpu image in a directory and serve from there
+	$(BIN)/python -m pytest tests/integration/image $(ARGS)
+
+.PHONY: lock-image
+lock-image: $(READY) ## Lock the packages of the image anew
+	$(BIN)/python -m pip install --quiet "$(UV)"
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m tools.lock_image
 
 .PHONY: matrix
 matrix: $(READY) ## Greedy equality in every layout, engine seam and services (over an hour)

@@ -158,7 +158,8 @@ class PrefillCall:
             if message.HasField("first"):
                 yield FirstToken(chunk_from_proto(message.first), message.num_cached_tokens)
             elif message.HasField("done"):
-                yield HandoffDone(message.done.num_bytes)
+                done = message.done
+                yield HandoffDone(done.num_bytes, done.queue_us / 1e6, done.compute_us / 1e6)
 
 
 class DecodeClient:

@@ -34,6 +34,8 @@ class Completion:
         self.emitted: list[int] = []
         self.finish_reason: FinishReason | None = None
         self._num_cached_tokens = 0
+        self._num_drafts = 0
+        self._num_accepted = 0
         self._first_attempt: int | None = None
         self._max_tokens = sampling.max_tokens or 1
         self._stop_token_ids = frozenset(sampling.stop_token_ids)
@@ -70,6 +72,8 @@ class Completion:
             self._num_cached_tokens = num_cached_tokens
         if chunk.finish_reason is FinishReason.ABORT:
             raise RequestCancelledError("the request was aborted on its worker")
+        self._num_drafts += chunk.num_drafts
+        self._num_accepted += chunk.num_accepted
         text = ""
         num_taken = 0
         for token_id in chunk.token_ids:
@@ -83,8 +87,11 @@ class Completion:
         self.finish_reason = self._reason(chunk, num_taken)
         if self.finish_reason is not None:
             text += self._text.finish()
-        taken = TokenChunk(
-            chunk.token_ids[:num_taken], chunk.logprobs[:num_taken], self.finish_reason
+        taken = replace(
+            chunk,
+            token_ids=chunk.token_ids[:num_taken],
+            logprobs=chunk.logprobs[:num_taken],
+            finish_reason=self.finish_reason,
         )
         return CompletionDelta(self.index, taken, text, self._usage())
 
@@ -105,4 +112,6 @@ class Completion:
             num_prompt_tokens=len(self.request.prompt_ids),
             num_completion_tokens=len(self.emitted),
             num_cached_tokens=min(self._num_cached_tokens, len(self.request.prompt_ids)),
+            num_draft_tokens=self._num_drafts,
+            num_accepted_tokens=self._num_accepted,
         )

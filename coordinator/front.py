@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator
@@ -20,6 +21,7 @@ from kvbraid.telemetry.metrics import RequestMetrics
 logger = logging.getLogger(__name__)
 
 _CANCELLED = "cancelled"
+_INTERNAL = "internal"
 
 
 class Front:
@@ -59,6 +61,9 @@ class Front:
         except KVBraidError as error:
             tally.outcome = error.reason.lower()
             raise
+        except (asyncio.CancelledError, GeneratorExit):
+            tally.leave()
+            raise
         finally:
             self._metrics.in_flight_requests.dec()
             self._finish(tally, deadline, api)
@@ -82,14 +87,20 @@ class Front:
 
 
 class _Tally:
-    """Counts of one request; its outcome is cancelled until every completion has finished."""
+    """Counts of one request. What ends it before every completion has finished, and is neither an
+    error of ours nor the client's leaving, is a bug: it counts as internal."""
 
     def __init__(self, request: GenerateRequest) -> None:
         self.request = request
-        self.outcome = _CANCELLED
+        self.outcome = _INTERNAL
         self.num_completion_tokens = 0
         self.num_cached_tokens = 0
         self._num_running = request.sampling.n
+
+    def leave(self) -> None:
+        """The client goes away, maybe only because it has everything."""
+        if self._num_running > 0:
+            self.outcome = _CANCELLED
 
     def add(self, delta: CompletionDelta) -> None:
         self.num_completion_tokens += len(delta.chunk.token_ids)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 from coordinator.clients import PrefillCall, WorkerClients
 from coordinator.deadline import Deadline
-from coordinator.messages import FirstToken, SequenceRequest
+from coordinator.messages import FirstToken, HandoffDone, SequenceRequest
 from coordinator.router import Placement
 from kvbraid.errors import UnavailableError
 from kvbraid.request import TokenChunk
@@ -26,12 +26,15 @@ class Legs:
         placement: Placement,
         request: SequenceRequest,
         deadline: Deadline,
+        prefill_took: Callable[[float, float], None],
     ) -> None:
-        """Opens the decode stream."""
+        """Opens the decode stream. prefill_took gets the seconds that the prompt queued and
+        computed on the prefill worker, once that has handed its KV over."""
         self._clients = clients
         self._placement = placement
         self._request = request
         self._deadline = deadline
+        self._prefill_took = prefill_took
         self._decode = clients.decode(placement.decode.address).open(
             request,
             expect_handoff=placement.prefill is not None,
@@ -103,6 +106,8 @@ class Legs:
             if isinstance(event, FirstToken) and not self._first.done():
                 self._num_cached_tokens = event.num_cached_tokens
                 self._first.set_result(event.chunk)
+            elif isinstance(event, HandoffDone):
+                self._prefill_took(event.queue_s, event.compute_s)
         if not self._first.done():
             raise UnavailableError(f"{prefill.peer}: ended without a first token")
 

@@ -35,9 +35,11 @@ class FirstToken:
 
 @dataclass(frozen=True, slots=True)
 class HandoffDone:
-    """Every row is with the decode worker."""
+    """Every row is with the decode worker; seconds that the prompt queued and computed."""
 
     num_bytes: int
+    queue_s: float
+    compute_s: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,6 +144,7 @@ def _sampling(fields: _Fields) -> SamplingParams:
     return SamplingParams(
         temperature=fields.number("temperature", 1.0),
         top_k=fields.integer("top_k"),
+        max_draft_tokens=fields.integer("max_draft_tokens"),
         top_p=fields.number("top_p", 1.0),
         min_p=fields.number("min_p", 0.0),
         # OpenAI's seeds are signed.

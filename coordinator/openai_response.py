@@ -218,12 +218,19 @@ def usage_json(per_prompt: Sequence[Sequence[Usage]]) -> Json:
     """Usage over the completions of every prompt; a prompt counts once."""
     num_prompt = sum(usages[0].num_prompt_tokens for usages in per_prompt)
     num_cached = sum(max(u.num_cached_tokens for u in usages) for usages in per_prompt)
-    num_completion = sum(u.num_completion_tokens for usages in per_prompt for u in usages)
+    completions = [u for usages in per_prompt for u in usages]
+    num_completion = sum(u.num_completion_tokens for u in completions)
+    num_accepted = sum(u.num_accepted_tokens for u in completions)
+    num_drafts = sum(u.num_draft_tokens for u in completions)
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_completion,
         "total_tokens": num_prompt + num_completion,
         "prompt_tokens_details": {"cached_tokens": num_cached},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": num_accepted,
+            "rejected_prediction_tokens": num_drafts - num_accepted,
+        },
     }
 
 

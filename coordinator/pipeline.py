@@ -62,7 +62,7 @@ class Pipeline:
                 placement = await self._place(completion, retries, deadline)
                 timeline.mark("queue")
                 work = completion.next_request(attempt, self._incarnation)
-                legs = Legs(self._clients, placement, work, deadline)
+                legs = Legs(self._clients, placement, work, deadline, timeline.prefill_took)
                 if placement.prefill is not None:
                     await legs.wait_granted()
                     timeline.mark("decode_admit")
@@ -74,7 +74,7 @@ class Pipeline:
                         return
                 async for chunk in legs.decode_chunks():
                     retries.note_progress()
-                    timeline.tokens(len(chunk.token_ids), "first_step")
+                    timeline.tokens(len(chunk.token_ids), "local_prefill")
                     yield completion.add(chunk, attempt, legs.num_cached_tokens)
                     if completion.is_finished:
                         return
@@ -88,8 +88,9 @@ class Pipeline:
                     placement.release()
                 if legs is not None:
                     await legs.close()
-            timeline.retry()
+                timeline.attempt_ended()
             await retries.back_off(deadline)
+            timeline.mark("retry")
 
     async def _place(
         self, completion: Completion, retries: Retries, deadline: Deadline

@@ -21,11 +21,13 @@ COMMANDS = {
     "bench": "Run a benchmark of the source tree.",
     "prefill": "Run a prefill worker.",
     "decode": "Run a decode worker.",
+    "draft": "Run a draft service.",
     "coordinator": "Run a coordinator.",
 }
 SERVICES = {
     "prefill": "prefill_service",
     "decode": "decode_service",
+    "draft": "draft_service",
     "coordinator": "coordinator",
 }
 

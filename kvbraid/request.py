@@ -35,6 +35,7 @@ class SamplingParams:
     max_tokens: int | None = None
     min_tokens: int = 0
     top_logprobs: int | None = None
+    max_draft_tokens: int | None = None
     n: int = 1
 
     @property
@@ -68,20 +69,28 @@ class PositionLogprobs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of one request."""
+    """Token counts of one request. num_draft_tokens: drafts that were verified;
+    num_accepted_tokens: of them, how many came true."""
 
     num_prompt_tokens: int
     num_completion_tokens: int
     num_cached_tokens: int
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class TokenChunk:
-    """Tokens of one engine step of one sequence; `finish_reason` is set on the last."""
+    """Tokens of one engine step of one sequence; `finish_reason` is set on the last.
+
+    num_drafts: draft tokens that the step verified; num_accepted: of them, how many came true.
+    """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[PositionLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
+    num_drafts: int = 0
+    num_accepted: int = 0
 
 
 @dataclass(frozen=True, slots=True)

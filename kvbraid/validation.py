@@ -11,6 +11,7 @@ from kvbraid.request import SamplingParams
 
 MAX_SEED = 2**64 - 1
 MAX_TOP_LOGPROBS = 20
+MAX_DRAFT_TOKENS = 64
 MAX_COMPLETIONS = 16
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
@@ -51,6 +52,8 @@ def validate_sampling(sampling: SamplingParams, vocab_size: int) -> None:
         _check_range("seed", sampling.seed, 0, MAX_SEED)
     if sampling.top_logprobs is not None:
         _check_range("top_logprobs", sampling.top_logprobs, 0, MAX_TOP_LOGPROBS)
+    if sampling.max_draft_tokens is not None:
+        _check_range("max_draft_tokens", sampling.max_draft_tokens, 0, MAX_DRAFT_TOKENS)
     _check_range("n", sampling.n, 1, MAX_COMPLETIONS)
     if sampling.max_tokens is not None and sampling.max_tokens < 1:
         raise _refusal("max_tokens", sampling.max_tokens, "at least 1")

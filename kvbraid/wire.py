@@ -57,6 +57,7 @@ def sampling_to_proto(sampling: SamplingParams) -> generation_pb2.SamplingParams
         max_tokens=sampling.max_tokens,
         min_tokens=sampling.min_tokens,
         top_logprobs=sampling.top_logprobs,
+        max_draft_tokens=sampling.max_draft_tokens,
         n=sampling.n,
     )
 
@@ -70,13 +71,18 @@ def chunk_from_proto(message: generation_pb2.TokenChunk) -> TokenChunk:
         token_ids=tuple(message.token_ids),
         logprobs=tuple(_position_from_proto(entry) for entry in message.logprobs),
         finish_reason=_REASON_FROM_PROTO.get(reason),
+        num_drafts=message.num_draft_tokens,
+        num_accepted=message.num_accepted_tokens,
     )
 
 
 def chunk_to_proto(chunk: TokenChunk) -> generation_pb2.TokenChunk:
     """The message of a chunk."""
     message = generation_pb2.TokenChunk(
-        token_ids=chunk.token_ids, logprobs=[_position_to_proto(entry) for entry in chunk.logprobs]
+        token_ids=chunk.token_ids,
+        logprobs=[_position_to_proto(entry) for entry in chunk.logprobs],
+        num_draft_tokens=chunk.num_drafts,
+        num_accepted_tokens=chunk.num_accepted,
     )
     if chunk.finish_reason is not None:
         message.finish_reason = _REASON_TO_PROTO[chunk.finish_reason]
@@ -106,6 +112,8 @@ def usage_from_proto(message: generation_pb2.Usage) -> Usage:
         num_prompt_tokens=message.num_prompt_tokens,
         num_completion_tokens=message.num_completion_tokens,
         num_cached_tokens=message.num_cached_tokens,
+        num_draft_tokens=message.num_draft_tokens,
+        num_accepted_tokens=message.num_accepted_tokens,
     )
 
 
@@ -115,6 +123,8 @@ def usage_to_proto(usage: Usage) -> generation_pb2.Usage:
         num_prompt_tokens=usage.num_prompt_tokens,
         num_completion_tokens=usage.num_completion_tokens,
         num_cached_tokens=usage.num_cached_tokens,
+        num_draft_tokens=usage.num_draft_tokens,
+        num_accepted_tokens=usage.num_accepted_tokens,
     )
 
 

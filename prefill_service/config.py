@@ -10,6 +10,7 @@ from kvbraid.settings import (
     ParallelSettings,
     SchedulerSettings,
     ServerSettings,
+    SpeculativeSettings,
     TransferSettings,
 )
 
@@ -24,3 +25,4 @@ class PrefillConfig:
     kv: KvSettings = field(default_factory=KvSettings)
     scheduler: SchedulerSettings = field(default_factory=SchedulerSettings)
     transfer: TransferSettings = field(default_factory=TransferSettings)
+    speculative: SpeculativeSettings = field(default_factory=SpeculativeSettings)

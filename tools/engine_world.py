@@ -33,6 +33,7 @@ from kvbraid.engine.ranks import RankContext
 from kvbraid.engine.sampler import SampleResult
 from kvbraid.engine.scheduler import Scheduler, SchedulerLimits
 from kvbraid.engine.sequence import EngineRequest, SequenceKey
+from kvbraid.engine.speculation import PlainDecoding, Speculation, VerifiedWindow
 from kvbraid.engine.step_channel import StepChannel, make_step_channel
 from kvbraid.kv.page_allocator import PageAllocator
 from kvbraid.kv.prefix_cache import PrefixCache
@@ -40,7 +41,14 @@ from kvbraid.model.causal_lm import CausalLM
 from kvbraid.model.loader import load_config, load_model
 from kvbraid.model.parallel import ParallelContext
 from kvbraid.request import SamplingParams
-from kvbraid.settings import KvSettings, ModelSettings, ParallelSettings, SchedulerSettings
+from kvbraid.settings import (
+    KvSettings,
+    ModelSettings,
+    ParallelSettings,
+    SchedulerSettings,
+    SpeculativeSettings,
+)
+from kvbraid.worker.drafting_assembly import embedded_speculation
 from kvbraid.worker.rank_assembly import (
     BuiltRank,
     build_rank,
@@ -82,6 +90,9 @@ class Case:
     max_num_seqs: int = 16
     max_model_len: int = 2048
     record_logits: bool = False
+    drafter: str = ""
+    max_draft_tokens: int = 0
+    draft_policy: str = "fixed"
 
 
 Forced = dict[tuple[int, ...], tuple[int, ...]]
@@ -91,13 +102,15 @@ Forced = dict[tuple[int, ...], tuple[int, ...]]
 @dataclass(slots=True)
 class Outcome:
     """What a case gave. tokens, cached: per phase, per prompt. rows: [tp, 2] finite pool rows and
-    pool bytes after the last token. logits: float32 [step, vocab] per prompt of the last phase."""
+    pool bytes after the last token. logits: float32 [step, vocab] per prompt of the last phase.
+    windows: what each step with drafts verified."""
 
     tokens: list[list[list[int]]] = field(default_factory=list)
     cached: list[list[int]] = field(default_factory=list)
     rows: list[list[int]] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)
     num_preemptions: int = 0
+    windows: list[list[VerifiedWindow]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +119,7 @@ class _Settings:
     parallel: ParallelSettings
     kv: KvSettings
     scheduler: SchedulerSettings
+    speculative: SpeculativeSettings
 
 
 class RecordingRunner(ModelRunner):
@@ -117,7 +131,12 @@ class RecordingRunner(ModelRunner):
         self._forced = forced
         self.rows: dict[tuple[int, ...], list[Tensor]] = {}
 
-    def sample(self, logits: Tensor, sequences: Sequence[RankSequence]) -> SampleResult:
+    def sample(
+        self,
+        logits: Tensor,
+        sequences: Sequence[RankSequence],
+        assumed: Sequence[tuple[int, ...]],
+    ) -> SampleResult:
         """As ModelRunner.sample."""
         size = -(-self.model.config.vocab_size // self._group.size)
         padded = logits.new_full((len(logits), size + 1), float("-inf"))
@@ -132,7 +151,7 @@ class RecordingRunner(ModelRunner):
         for row, sequence in zip(whole, sequences, strict=True):
             prompt = tuple(sequence.token_ids[: sequence.sampling.num_prompt_tokens])
             self.rows.setdefault(prompt, []).append(row.float().cpu())
-        result = super().sample(logits, sequences)
+        result = super().sample(logits, sequences, assumed)
         token_ids = result.token_ids.clone()
         for i, sequence in enumerate(sequences):
             num_prompt = sequence.sampling.num_prompt_tokens
@@ -273,6 +292,11 @@ def _settings(rank: _Rank, case: Case) -> _Settings:
             max_num_batched_tokens=case.batched_tokens,
             prefill_chunk_tokens=case.chunk_tokens,
         ),
+        SpeculativeSettings(
+            drafter=case.drafter,
+            max_draft_tokens=case.max_draft_tokens,
+            draft_policy=case.draft_policy,  # type: ignore[arg-type]
+        ),
     )
 
 
@@ -328,6 +352,7 @@ def _lead(rank: _Rank, case: Case, phases: list[list[Prompt]]) -> Outcome:
         channel=rank.channel,
         on_event=run.on_event,
         on_step=run.on_step,
+        speculation=_speculation(rank, case, built, run),
     )
     run.submit_phase()
     run.engine.run()
@@ -355,6 +380,19 @@ def _scheduler(case: Case, built: BuiltRank, page: int) -> Scheduler:
         model_digest="digest",
         num_pool_tokens=tokens,
         issue_grant=_no_grants,
+    )
+
+
+def _speculation(rank: _Rank, case: Case, built: BuiltRank, run: _Run) -> Speculation:
+    if built.fused_rows is None:
+        return PlainDecoding()
+    limits = _scheduler(case, built, case.page_size * rank.world.dcp_size).limits
+    return embedded_speculation(
+        _settings(rank, case),
+        built,
+        load_config(rank.world.model),
+        max_model_len=limits.max_model_len,
+        on_report=lambda report: run.outcome.windows.append(report.windows),
     )
 
 

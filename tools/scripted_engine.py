@@ -20,6 +20,7 @@ from kvbraid.engine.kv_exchange import TransferProgress
 from kvbraid.engine.rank_executor import RankExecutor, StepOutput
 from kvbraid.engine.scheduler import Scheduler, SchedulerLimits
 from kvbraid.engine.sequence import EngineRequest, SequenceKey
+from kvbraid.engine.speculation import Speculation
 from kvbraid.engine.step_plan import StepPlan, Stop
 from kvbraid.errors import KVBraidError
 from kvbraid.kv.kv_layout import KvLayout
@@ -57,6 +58,7 @@ class ScriptedEngine:
         num_pages: int = 64,
         keeps_prefixes: bool = True,
         cache_class: type[PrefixCache] = PrefixCache,
+        speculation: Speculation | None = None,
         **limits: int,
     ) -> None:
         defaults = {
@@ -82,6 +84,7 @@ class ScriptedEngine:
             channel=self,
             on_event=self._on_event,
             on_step=lambda report: None,
+            speculation=speculation,
         )
         self.rank = ToyRank()
         self.plans: list[StepPlan] = []

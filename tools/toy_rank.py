@@ -34,6 +34,16 @@ def toy_token(prefix: Seq[int]) -> int:
     return (sum((i + 1) * t for i, t in enumerate(prefix)) * 7 + len(prefix)) % 1000
 
 
+def verified(prefix: Seq[int], drafts: Seq[int]) -> tuple[int, ...]:
+    """What a window emits: the model's own tokens up to the first that no draft foretold."""
+    tokens = [toy_token(prefix)]
+    for draft in drafts:
+        if draft != tokens[-1]:
+            break
+        tokens.append(toy_token([*prefix, *tokens]))
+    return tuple(tokens)
+
+
 def expected(prompt: Seq[int], num_tokens: int) -> list[int]:
     """The `num_tokens` tokens after `prompt`."""
     tokens = list(prompt)
@@ -110,22 +120,23 @@ class ToyRank:
 
     def compute(self, plan: StepPlan) -> StepOutput:
         """The step's tokens."""
-        tokens: dict[int, int] = {}
+        tokens: dict[int, tuple[int, ...]] = {}
         invalid: list[int] = []
-        for slot in plan.decodes:
-            newest = len(self.slots[slot].token_ids) - 1
-            self._attend(slot, newest, newest + 1)
+        for decode in plan.decodes:
+            newest = len(self.slots[decode.slot].token_ids) - 1
+            self._attend(decode.slot, newest, newest + 1 + len(decode.drafts), decode.drafts)
         for extend in plan.extends:
             self._attend(extend.slot, extend.start, extend.start + extend.length)
-        for slot in (*plan.decodes, *(e.slot for e in plan.extends if e.sample)):
+        windows = [(d.slot, d.drafts) for d in plan.decodes]
+        for slot, drafts in [*windows, *((e.slot, ()) for e in plan.extends if e.sample)]:
             held = self.slots[slot]
             is_poisoned = not self.poisoned_pages.isdisjoint(held.pages)
             if is_poisoned or tuple(held.token_ids) in self.broken_prompts:
                 invalid.append(slot)
                 self.distrusted_pages |= set(held.pages)
                 continue
-            tokens[slot] = toy_token(held.token_ids)
-            held.token_ids.append(tokens[slot])
+            tokens[slot] = verified(held.token_ids, drafts)
+            held.token_ids += tokens[slot]
         return StepOutput(tokens, invalid=tuple(invalid))
 
     def land(self, slot: int, start: int, end: int) -> None:
@@ -135,10 +146,11 @@ class ToyRank:
             if position >= start:
                 self._rows[self._row(held, position)] = name
 
-    def _attend(self, slot: int, start: int, end: int) -> None:
+    def _attend(self, slot: int, start: int, end: int, drafts: Seq[int] = ()) -> None:
         assert slot not in self.arrivals.values(), "computes while rows may still land"
         held = self.slots[slot]
-        for position, name in enumerate(_prefix_names(held.token_ids[:end])):
+        token_ids = [*held.token_ids, *drafts]
+        for position, name in enumerate(_prefix_names(token_ids[:end])):
             row = self._row(held, position)
             if position < start:
                 assert self._rows.get(row) == name, f"slot {slot} reads another's row {position}"

@@ -1,4 +1,4 @@
-"""Prefill workers, decode workers and a coordinator on this machine.
+"""Prefill workers, decode workers, draft services and a coordinator on this machine.
 
 spec = ClusterSpec(model="models/smollm2", decode=(WorkerSpec.parse("decode", "tp=2,dcp=2"),))
 with LocalCluster(spec) as cluster:
@@ -19,13 +19,14 @@ from typing import Self
 
 from kvbraid.cluster.child import Child
 from kvbraid.cluster.worker_spec import WorkerSpec
-from kvbraid.errors import UnavailableError
+from kvbraid.errors import ConfigError, UnavailableError
 from kvbraid.rpc.ready import ReadyReport
 from kvbraid.settings.openmp import with_brief_spinning
 
 SERVICE_COMMANDS: Mapping[str, tuple[str, ...]] = {
     "prefill": (sys.executable, "-m", "prefill_service"),
     "decode": (sys.executable, "-m", "decode_service"),
+    "draft": (sys.executable, "-m", "draft_service"),
     "coordinator": (sys.executable, "-m", "coordinator"),
 }
 _POLL_S = 0.02
@@ -38,16 +39,27 @@ Progress = Callable[[str], None]
 class ClusterSpec:
     """What to start.
 
-    coordinator, everyone: more flags for the coordinator and for all. commands: how a role is run.
+    drafter: checkpoint that every worker runs itself, "" for none. draft: services that draft
+    instead; worker n of a role gets service n modulo their number. coordinator, everyone: more
+    flags for the coordinator and for all. commands: how a role is run. Raises ConfigError for
+    drafter and draft at once, and for a draft service without a drafter.
     """
 
     model: str
     prefill: tuple[WorkerSpec, ...] = (WorkerSpec("prefill", ()),)
     decode: tuple[WorkerSpec, ...] = (WorkerSpec("decode", ()),)
+    draft: tuple[WorkerSpec, ...] = ()
+    drafter: str = ""
     coordinator: tuple[str, ...] = ()
     everyone: tuple[str, ...] = ()
     drain_seconds: float = 10.0
     commands: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: SERVICE_COMMANDS)
+
+    def __post_init__(self) -> None:
+        if self.drafter and self.draft:
+            raise ConfigError("accepted: a drafter in the workers or draft services, not both")
+        for service in self.draft:
+            service.option("drafter")
 
 
 class LocalCluster:
@@ -69,7 +81,7 @@ class LocalCluster:
 
     @property
     def workers(self) -> Mapping[str, ReadyReport]:
-        """Where each worker serves, by name: prefill-0, decode-0 ..."""
+        """Where each worker and draft service serves, by name: prefill-0, decode-0, draft-0 ..."""
         return {name: report for name, report in self._reports.items() if name != _COORDINATOR}
 
     def start(
@@ -79,16 +91,19 @@ class LocalCluster:
         progress: Progress = lambda _: None,
         is_stopping: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Start the workers, then the coordinator; returns once all of them serve.
+        """Start draft services, the workers, then the coordinator; returns once all of them serve.
 
         Raises ChildError when one ends, UnavailableError after `timeout_s` or when `is_stopping`
         turns true.
         """
         give_up = time.monotonic() + timeout_s
-        for index, worker in enumerate(self._spec.prefill):
-            self._spawn(f"prefill-{index}", worker.role, worker.flags())
-        for index, worker in enumerate(self._spec.decode):
-            self._spawn(f"decode-{index}", worker.role, worker.flags())
+        for index, service in enumerate(self._spec.draft):
+            self._spawn(f"draft-{index}", service.role, service.flags())
+        self._await_ready(give_up, progress, is_stopping)
+        for workers in (self._spec.prefill, self._spec.decode):
+            for index, worker in enumerate(workers):
+                flags = [*self._drafting(index), *worker.flags()]
+                self._spawn(f"{worker.role}-{index}", worker.role, flags)
         self._await_ready(give_up, progress, is_stopping)
         self._spawn(_COORDINATOR, _COORDINATOR, [*self._targets(), *self._spec.coordinator])
         self._await_ready(give_up, progress, is_stopping)
@@ -127,6 +142,18 @@ class LocalCluster:
         # steps clients wait for; its own products are too large to miss the microseconds.
         environment = with_brief_spinning() if role == "prefill" else None
         self.children[name] = Child(name, command, self.log_directory, environment)
+
+    def _drafting(self, index: int) -> list[str]:
+        """What tells worker `index` of a role where its drafts come from."""
+        spec = self._spec
+        if spec.drafter:
+            return [f"--drafter={spec.drafter}"]
+        if not spec.draft:
+            return []
+        number = index % len(spec.draft)
+        address = self._reports[f"draft-{number}"].grpc
+        checkpoint = spec.draft[number].option("drafter")
+        return [f"--draft-worker={address}", f"--tap-fusion={checkpoint}"]
 
     def _targets(self) -> list[str]:
         def of(role: str) -> str:

@@ -31,6 +31,13 @@ class WorkerSpec:
             options.append((_SHORT.get(key, key), value))
         return cls(role, tuple(options))
 
+    def option(self, name: str) -> str:
+        """The value of a setting. Raises ConfigError when it is not given."""
+        for key, value in self.options:
+            if key == name:
+                return value
+        raise ConfigError(f"--{self.role} has no {name}, accepted: {name}=VALUE among its settings")
+
     def flags(self) -> list[str]:
         """The command line flags of its service."""
         return [f"--{key.replace('_', '-')}={value}" for key, value in self.options]

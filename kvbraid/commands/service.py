@@ -1,4 +1,4 @@
-"""`kvbraid prefill | decode | coordinator`: become that service."""
+"""`kvbraid prefill | decode | draft | coordinator`: become that service."""
 
 from __future__ import annotations
 

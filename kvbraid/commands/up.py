@@ -28,6 +28,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             help=f"a {role} worker: tp=2,dcp=2 or any of its settings, as page_size=4; "
             "repeat for several [default: tp=1,dcp=1]",
         )
+    parser.add_argument(
+        "--drafter", metavar="DIR", default="", help="drafter that every worker runs itself"
+    )
+    parser.add_argument(
+        "--draft",
+        action="append",
+        metavar="drafter=DIR,...",
+        default=argparse.SUPPRESS,
+        help="a draft service for the decode workers: its drafter and any of its settings, as "
+        "device=cpu; repeat for several [default: none]",
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address that everything listens on")
     parser.add_argument(
         "--grpc-port", type=int, metavar="PORT", default=0, help="coordinator's gRPC port; 0: any"
@@ -51,14 +62,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def cluster_spec(arguments: argparse.Namespace) -> ClusterSpec:
     """What the flags ask for. Raises ConfigError or NotFoundError."""
 
-    def workers(role: str) -> tuple[WorkerSpec, ...]:
-        texts = getattr(arguments, role, None) or ["tp=1,dcp=1"]
+    def workers(role: str, default: tuple[str, ...] = ("tp=1,dcp=1",)) -> tuple[WorkerSpec, ...]:
+        texts = getattr(arguments, role, None) or default
         return tuple(WorkerSpec.parse(role, text) for text in texts)
 
     return ClusterSpec(
         model=str(resolve_model(arguments.model)),
         prefill=workers("prefill"),
         decode=workers("decode"),
+        draft=workers("draft", ()),
+        drafter=arguments.drafter,
         coordinator=(f"--port={arguments.grpc_port}", f"--http-port={arguments.http_port}"),
         everyone=(f"--host={arguments.host}", f"--log-level={arguments.log_level}"),
         drain_seconds=arguments.drain_seconds,

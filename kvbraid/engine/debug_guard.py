@@ -41,8 +41,8 @@ class StepGuard(Protocol):
         """
         ...
 
-    def check_sampled(self, tokens: Mapping[int, int], invalid: Sequence[int]) -> None:
-        """After sampling: token id by slot, and the slots that got none.
+    def check_sampled(self, tokens: Mapping[int, Sequence[int]], invalid: Sequence[int]) -> None:
+        """After sampling: new token ids by slot, and the slots that got none.
 
         Raises RankMismatchError, on every rank, when the ranks differ.
         """
@@ -55,7 +55,7 @@ class NoGuard:
     def check_inputs(self, plan: StepPlan, decode: WindowedDecode) -> None:
         """Does nothing."""
 
-    def check_sampled(self, tokens: Mapping[int, int], invalid: Sequence[int]) -> None:
+    def check_sampled(self, tokens: Mapping[int, Sequence[int]], invalid: Sequence[int]) -> None:
         """Does nothing."""
 
 
@@ -80,9 +80,9 @@ class DigestGuard:
             }
         )
 
-    def check_sampled(self, tokens: Mapping[int, int], invalid: Sequence[int]) -> None:
+    def check_sampled(self, tokens: Mapping[int, Sequence[int]], invalid: Sequence[int]) -> None:
         """See StepGuard."""
-        pairs = [[slot, token_id] for slot, token_id in tokens.items()]
+        pairs = [[slot, *token_ids] for slot, token_ids in tokens.items()]
         self._compare({"sampled ids": _words([*pairs, list(invalid)])})
 
     def _chunks(self, extends: Sequence[Extend]) -> list[list[int]]:
@@ -116,10 +116,9 @@ def make_guard(is_wanted: bool, group: Group, state: RankState) -> StepGuard:
 def _windows(decode: WindowedDecode) -> list[list[int]]:
     """Slot, length of what is attended to, first position and token ids of each decode window."""
     windows = []
-    for index, sequence in enumerate(decode.sequences):
+    for sequence, drafts in zip(decode.sequences, decode.drafts, strict=True):
         newest = len(sequence.token_ids) - 1
-        guesses = decode.guesses[index] if decode.guesses else ()
-        window = [sequence.token_ids[newest], *guesses]
+        window = [sequence.token_ids[newest], *drafts]
         windows.append([sequence.slot, newest + decode.window, newest, *window])
     return windows
 

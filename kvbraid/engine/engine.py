@@ -26,6 +26,7 @@ from kvbraid.engine.kv_exchange import TransferProgress
 from kvbraid.engine.rank_executor import RankExecutor, StepOutput
 from kvbraid.engine.scheduler import Scheduler
 from kvbraid.engine.sequence import EngineRequest, Sequence, SequenceKey, Status
+from kvbraid.engine.speculation import PlainDecoding, Speculation
 from kvbraid.engine.step_plan import StepPlan, Stop
 from kvbraid.errors import KVBraidError, LeaseLostError
 from kvbraid.request import FinishReason, TokenChunk
@@ -78,12 +79,14 @@ class Engine:
         channel: PlanSender,
         on_event: Callable[[EngineEvent], None],
         on_step: Callable[[StepReport], None],
+        speculation: Speculation | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._executor = executor
         self._channel = channel
         self._on_event = on_event
         self._on_step = on_step
+        self._speculation = speculation or PlainDecoding()
         self._messages: deque[Callable[[], None]] = deque()
         self._awake = threading.Event()
         self._report_waiters: list[Callable[[NDArray[np.int64]], None]] = []
@@ -145,6 +148,7 @@ class Engine:
         self._awake.set()
 
     def _plan(self) -> StepPlan:
+        self._speculation.draft(self._scheduler.active)
         plan = self._scheduler.schedule()
         collect = tuple(s.grant.transfer_id for s in self._scheduler.live if s.grant is not None)
         return replace(
@@ -166,8 +170,11 @@ class Engine:
             self._channel.send(plan.encode())
         output = self._executor.execute(plan)
         self._announce_grants()
-        for sequence in self._scheduler.commit(plan, output.tokens, output.invalid):
-            self._deliver(sequence, output)
+        num_drafts = {d.slot: len(d.drafts) for d in plan.decodes}
+        self._speculation.verified(plan, output.tokens, time.monotonic() - began)
+        taken = self._scheduler.commit(plan, output.tokens, output.invalid)
+        for sequence, num_new in taken:
+            self._deliver(sequence, num_new, num_drafts.get(sequence.slot, 0), output)
         for slot in output.invalid:
             self._fail(
                 self._scheduler.in_slot(slot), KVBraidError("the model's logits are not finite")
@@ -177,7 +184,7 @@ class Engine:
         self._answer_waiters(output)
         self.last_step_s = time.monotonic()
         if plan.has_compute:
-            self._report(plan, len(output.tokens), self.last_step_s - began)
+            self._report(plan, sum(num for _, num in taken), self.last_step_s - began)
         elif plan.collect and not self._messages:
             self._awake.wait(_TRANSFER_POLL_S)
             self._awake.clear()
@@ -199,16 +206,22 @@ class Engine:
                 assert sequence.grant is not None
                 sequence.is_granted = True
                 cached = sequence.num_cached_tokens or 0
-                self._on_event(GrantReady(sequence.request.key, sequence.grant, cached))
+                grant = replace(sequence.grant, draft=self._speculation.open_grant(sequence))
+                self._on_event(GrantReady(sequence.request.key, grant, cached))
 
-    def _deliver(self, sequence: Sequence, output: StepOutput) -> None:
+    def _deliver(
+        self, sequence: Sequence, num_new: int, num_drafts: int, output: StepOutput
+    ) -> None:
         reason = sequence.finish_reason(self._scheduler.limits.max_model_len)
-        logprobs = output.logprobs.get(sequence.slot)
         chunk = TokenChunk(
-            (sequence.token_ids[-1],), () if logprobs is None else (logprobs,), reason
+            token_ids=tuple(sequence.token_ids[-num_new:]),
+            logprobs=output.logprobs.get(sequence.slot, ())[:num_new],
+            finish_reason=reason,
+            num_drafts=num_drafts,
+            num_accepted=len(output.tokens[sequence.slot]) - 1,
         )
         if reason is not None:
-            self._scheduler.finish(sequence)
+            self._finish(sequence)
         elif sequence.request.destination is not None:
             sequence.status = Status.SENDING
         self._on_event(TokensReady(sequence.request.key, chunk, sequence.num_cached_tokens or 0))
@@ -241,7 +254,7 @@ class Engine:
             now = time.monotonic()
             admitted = sequence.admitted_s or now
             computed = sequence.computed_s or now
-            self._scheduler.finish(sequence)
+            self._finish(sequence)
             self._on_event(
                 PromptSent(
                     key=sequence.request.key,
@@ -277,8 +290,8 @@ class Engine:
     def _abort(self, key: SequenceKey, done: Callable[[bool], None]) -> None:
         sequence = self._scheduler.find(key)
         if sequence is not None:
-            self._scheduler.num_wasted_tokens += sequence.num_computed_tokens
-            self._scheduler.finish(sequence)
+            self._scheduler.wasted_tokens["aborted"] += sequence.num_computed_tokens
+            self._finish(sequence)
             cached = sequence.num_cached_tokens or 0
             aborted = TokenChunk((), (), FinishReason.ABORT)
             self._on_event(TokensReady(key, aborted, cached))
@@ -286,9 +299,13 @@ class Engine:
         self._confirm_waiters.append(lambda: done(sequence is not None))
 
     def _fail(self, sequence: Sequence, error: KVBraidError) -> None:
-        self._scheduler.num_wasted_tokens += sequence.num_computed_tokens
-        self._scheduler.finish(sequence)
+        self._scheduler.wasted_tokens["failed"] += sequence.num_computed_tokens
+        self._finish(sequence)
         self._on_event(RequestFailed(sequence.request.key, error))
+
+    def _finish(self, sequence: Sequence) -> None:
+        self._scheduler.finish(sequence)
+        self._speculation.drop(sequence)
 
     def _stop(self) -> None:
         for sequence in self._scheduler.live:
@@ -297,6 +314,7 @@ class Engine:
 
     def _report(self, plan: StepPlan, num_sampled: int, seconds: float) -> None:
         scheduler = self._scheduler
+        waits, scheduler.queue_waits_s = tuple(scheduler.queue_waits_s), []
         self._on_step(
             StepReport(
                 seconds=seconds,
@@ -306,8 +324,9 @@ class Engine:
                 num_running=scheduler.num_running,
                 num_waiting=scheduler.num_waiting,
                 num_waiting_tokens=scheduler.num_waiting_tokens,
+                queue_waits_s=waits,
                 num_preemptions=scheduler.num_preemptions,
-                num_wasted_tokens=scheduler.num_wasted_tokens,
+                wasted_tokens=dict(scheduler.wasted_tokens),
                 num_prefix_queried=scheduler.pages.num_prefix_queried,
                 num_prefix_hit=scheduler.pages.num_prefix_hit,
                 num_evicted_pages=scheduler.cache.num_evicted_pages,

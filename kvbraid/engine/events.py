@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvbraid.engine.sequence import SequenceKey
@@ -66,8 +67,9 @@ EngineEvent = TokensReady | GrantReady | PromptSent | RowsReceived | RequestFail
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """Figures of one step for metrics. The last five are totals since the start of the process,
-    the prefix figures in tokens."""
+    """Figures of one step for metrics. num_sampled: tokens that were emitted. queue_waits_s: of the
+    sequences admitted for the first time. The last five are totals since the start of the process,
+    the prefix figures in tokens, wasted tokens by reason."""
 
     seconds: float
     num_decodes: int
@@ -76,8 +78,9 @@ class StepReport:
     num_running: int
     num_waiting: int
     num_waiting_tokens: int
+    queue_waits_s: tuple[float, ...]
     num_preemptions: int
-    num_wasted_tokens: int
+    wasted_tokens: Mapping[str, int]
     num_prefix_queried: int
     num_prefix_hit: int
     num_evicted_pages: int

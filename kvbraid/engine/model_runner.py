@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -21,8 +21,14 @@ from kvbraid.engine.step_plan import Extend
 from kvbraid.kv.page_pool import StripedPagePool
 from kvbraid.kv.slots import LogicalSlots, slots_of_tokens
 from kvbraid.model.causal_lm import CausalLM
+from kvbraid.model.layer_taps import LayerTaps
 
 Int64Array = NDArray[np.int64]
+
+
+# Rows of padding tokens go to the first row of the sink page.
+_SINK_SLOT = 0
+_PADDING_TOKEN = 0
 
 
 class _Inputs(NamedTuple):
@@ -37,19 +43,36 @@ class _Inputs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WindowedDecode:
-    """Sequences that compute a window of w tokens each: the newest token and w - 1 guesses.
+    """Sequences that compute a window of w tokens each: the newest token, then drafts.
 
-    guesses: w - 1 token ids a sequence; empty for plain decoding.
+    drafts: token ids for each sequence, none for plain decoding. A sequence with fewer than the
+    longest has padding behind its own, which nothing attends to.
     """
 
     sequences: Sequence[RankSequence]
-    guesses: Sequence[tuple[int, ...]]
-    window_mask: str = "causal"
+    drafts: Sequence[tuple[int, ...]]
 
     @property
     def window(self) -> int:
-        """Tokens a sequence."""
-        return 1 + (len(self.guesses[0]) if self.guesses else 0)
+        """Tokens a sequence, padding included."""
+        return 1 + max(map(len, self.drafts), default=0)
+
+
+class TapSink(Protocol):
+    """Takes what a drafter needs to see of each token."""
+
+    @property
+    def layers(self) -> Sequence[int]:
+        """Layers whose output it wants."""
+        ...
+
+    def take(self, slots: LogicalSlots, taps: Tensor) -> None:
+        """taps [T, len(layers), hidden] of the tokens in `slots`; those in the sink are padding."""
+        ...
+
+    def renew(self, pages: Sequence[int]) -> None:
+        """These pages have a new owner."""
+        ...
 
 
 class ModelRunner:
@@ -64,18 +87,28 @@ class ModelRunner:
         state: RankState,
         tp_group: Group,
         device: torch.device,
+        tap_sink: TapSink | None = None,
     ) -> None:
+        """tap_sink: of the rank that feeds the drafter; the other ranks have none."""
         self.model = model
         self.pool = pool
         self._attention = attention
         self._state = state
         self._tp_group = tp_group
         self._device = device
+        self._tap_sink = tap_sink
+
+    def renew_pages(self, pages: Sequence[int], num_computed: int) -> None:
+        """A sequence gets `pages`, of which the first hold its num_computed tokens already; what
+        was kept for the others is not its own."""
+        if self._tap_sink is not None:
+            self._tap_sink.renew(pages[num_computed // self.pool.stripe.logical_page_size :])
 
     @torch.inference_mode()
     def forward(self, decode: WindowedDecode, extends: Sequence[Extend]) -> Tensor:
         """Writes the KV of every token and returns the logits of this rank's vocabulary shard,
-        [N, V_local] float32: w rows a decoding sequence, then one a chunk that samples."""
+        [N, V_local] float32: one a token of each decode window, padding left out, then one a
+        chunk that samples."""
         inputs = self._inputs(decode, extends)
         num_decode_tokens = len(decode.sequences) * decode.window
         step = StepAttention(
@@ -86,11 +119,15 @@ class ModelRunner:
             decode_plan=self._decode_plan(decode),
             extend_plan=self._extend_plan(extends),
         )
+        taps = LayerTaps(self._tap_sink.layers) if self._tap_sink is not None else None
         hidden = self.model.forward(
             torch.from_numpy(inputs.token_ids).to(self._device),
             torch.from_numpy(inputs.positions).to(self._device),
             step,
+            taps,
         )
+        if self._tap_sink is not None and taps is not None:
+            self._tap_sink.take(inputs.slots, taps.stacked())
         if len(inputs.sampled_rows) != hidden.shape[0]:
             rows = torch.tensor(inputs.sampled_rows, dtype=torch.int64, device=self._device)
             hidden = hidden.index_select(0, rows)
@@ -100,14 +137,17 @@ class ModelRunner:
         token_ids: list[int] = []
         positions: list[int] = []
         owners: list[int] = []
-        for index, sequence in enumerate(decode.sequences):
-            newest = len(sequence.token_ids) - 1
-            token_ids.append(sequence.token_ids[newest])
-            if decode.guesses:
-                token_ids += decode.guesses[index]
-            positions += range(newest, newest + decode.window)
+        padding: list[int] = []
+        sampled_rows: list[int] = []
+        for sequence, drafts in zip(decode.sequences, decode.drafts, strict=True):
+            newest, first = len(sequence.token_ids) - 1, len(token_ids)
+            num_padding = decode.window - 1 - len(drafts)
+            token_ids += (sequence.token_ids[newest], *drafts, *[_PADDING_TOKEN] * num_padding)
+            positions += range(newest, newest + 1 + len(drafts))
+            positions += [newest] * num_padding
             owners += [sequence.slot] * decode.window
-        sampled_rows = list(range(len(token_ids)))
+            sampled_rows += range(first, first + 1 + len(drafts))
+            padding += range(first + 1 + len(drafts), len(token_ids))
         for extend in extends:
             end = extend.start + extend.length
             token_ids += self._state[extend.slot].token_ids[extend.start : end]
@@ -122,17 +162,19 @@ class ModelRunner:
             position_array,
             self.pool.stripe.logical_page_size,
         )
+        slots.array[padding] = _SINK_SLOT
         return _Inputs(np.array(token_ids, dtype=np.int64), position_array, slots, sampled_rows)
 
     def _decode_plan(self, decode: WindowedDecode) -> DecodePlan | None:
         if not decode.sequences:
             return None
-        lengths = [len(s.token_ids) - 1 + decode.window for s in decode.sequences]
+        lengths = [len(s.token_ids) for s in decode.sequences]
+        seq_lens = torch.tensor(lengths, dtype=torch.int32) + (decode.window - 1)
         batch = DecodeBatch(
-            seq_lens=torch.tensor(lengths, dtype=torch.int32),
+            seq_lens=seq_lens,
+            # A window's own rows are in hand, and padding has no page: the table ends before.
             page_table=self._page_table([s.slot for s in decode.sequences], max(lengths)),
             window=decode.window,
-            window_mask=decode.window_mask,
         )
         return self._attention.plan_decode(batch, self._device)
 
@@ -152,11 +194,21 @@ class ModelRunner:
         return torch.from_numpy(self._state.page_table[slots, :num_pages])
 
     @torch.inference_mode()
-    def sample(self, logits: Tensor, sequences: Sequence[RankSequence]) -> SampleResult:
-        """The next token of each sequence from its row of `logits`; equal on every rank."""
+    def sample(
+        self,
+        logits: Tensor,
+        sequences: Sequence[RankSequence],
+        assumed: Sequence[tuple[int, ...]],
+    ) -> SampleResult:
+        """The next token of each row of `logits`; equal on every rank.
+
+        sequences: whose row it is. assumed: the drafts before it, taken as accepted."""
         rows = build_rows(
             [s.sampling for s in sequences],
-            positions=[len(s.token_ids) for s in sequences],
+            positions=[
+                len(s.token_ids) + len(drafts) for s, drafts in zip(sequences, assumed, strict=True)
+            ],
+            assumed=assumed,
             vocab_shard=self.model.vocab_shard,
             device=self._device,
         )

@@ -30,19 +30,24 @@ from kvbraid.engine.step_plan import (
     Stop,
 )
 from kvbraid.request import PositionLogprobs
+from kvbraid.speculative.acceptance import accepted_length
+
+Window = tuple[RankSequence, tuple[int, ...]]
+"""A sequence and the drafts that are verified behind its newest token."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
     """What a step gave; `tokens` and `logprobs` are equal on every rank.
 
-    tokens: sampled token id by slot. invalid: slots whose logits were not finite; they got no
-    token. progress: [tp_size, num_collected, 4] int64 of
+    tokens: new token ids by slot: one, and one more for each accepted draft. logprobs: as many
+    entries where they were asked for. invalid: slots whose first logits were not finite; they got
+    no token. progress: [tp_size, num_collected, 4] int64 of
     `TransferProgress` fields. rows: [tp_size, 2] int64, finite pool rows and pool bytes a rank.
     """
 
-    tokens: dict[int, int] = field(default_factory=dict)
-    logprobs: dict[int, PositionLogprobs] = field(default_factory=dict)
+    tokens: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    logprobs: dict[int, tuple[PositionLogprobs, ...]] = field(default_factory=dict)
     invalid: tuple[int, ...] = ()
     progress: NDArray[np.int64] | None = None
     rows: NDArray[np.int64] | None = None
@@ -72,7 +77,9 @@ class RankExecutor:
         self.move_rows()
         for operation in plan.operations:
             self._apply(operation)
-        decode = WindowedDecode([self._state[slot] for slot in plan.decodes], ())
+        decode = WindowedDecode(
+            [self._state[d.slot] for d in plan.decodes], [d.drafts for d in plan.decodes]
+        )
         self._guard.check_inputs(plan, decode)
         output = self._compute(decode, plan.extends) if plan.has_compute else StepOutput()
         if plan.confirm:
@@ -96,8 +103,10 @@ class RankExecutor:
         match operation:
             case Admit():
                 self._state.admit(operation)
+                self.runner.renew_pages(operation.pages, operation.num_computed)
             case AddPages():
                 self._state.add_pages(operation)
+                self.runner.renew_pages(operation.pages, 0)
             case AppendToken():
                 self._state[operation.slot].append(operation.token_id)
             case Release():
@@ -121,25 +130,33 @@ class RankExecutor:
         logits = self.runner.forward(decode, extends)
         for extend in extends:
             self._exchange.rows_computed(extend.slot, extend.start + extend.length)
-        chunks = [self._state[e.slot] for e in extends if e.sample]
-        sampled = [*decode.sequences, *chunks]
-        return self._sample(logits, sampled) if sampled else StepOutput()
+        windows = list(zip(decode.sequences, decode.drafts, strict=True))
+        windows += [(self._state[e.slot], ()) for e in extends if e.sample]
+        return self._sample(logits, windows) if windows else StepOutput()
 
-    def _sample(self, logits: torch.Tensor, sampled: list[RankSequence]) -> StepOutput:
-        result = self.runner.sample(logits, sampled)
-        tokens: dict[int, int] = {}
+    def _sample(self, logits: torch.Tensor, windows: Sequence[Window]) -> StepOutput:
+        sequences = [sequence for sequence, drafts in windows for _ in range(len(drafts) + 1)]
+        assumed = [drafts[:row] for _, drafts in windows for row in range(len(drafts) + 1)]
+        result = self.runner.sample(logits, sequences, assumed)
+        samples, is_valid = result.token_ids.tolist(), result.is_valid.tolist()
+        tokens: dict[int, tuple[int, ...]] = {}
+        logprobs: dict[int, tuple[PositionLogprobs, ...]] = {}
         invalid: list[int] = []
-        logprobs: dict[int, PositionLogprobs] = {}
-        rows = zip(sampled, result.token_ids.tolist(), result.is_valid.tolist(), strict=True)
-        for row, (sequence, token_id, is_valid) in enumerate(rows):
-            if not is_valid:
+        first = 0
+        for sequence, drafts in windows:
+            rows = range(first, first + len(drafts) + 1)
+            first = rows.stop
+            emitted = emitted_rows(drafts, samples[rows.start :], is_valid[rows.start :])
+            if not emitted:
                 invalid.append(sequence.slot)
                 continue
-            sequence.append(token_id)
-            tokens[sequence.slot] = token_id
-            entry = result.logprobs[row]
-            if entry is not None:
-                logprobs[sequence.slot] = entry
+            kept = rows[:emitted]
+            tokens[sequence.slot] = tuple(samples[row] for row in kept)
+            for token_id in tokens[sequence.slot]:
+                sequence.append(token_id)
+            entries = tuple(e for e in result.logprobs[kept.start : kept.stop] if e is not None)
+            if entries:
+                logprobs[sequence.slot] = entries
         self._guard.check_sampled(tokens, invalid)
         return StepOutput(tokens, logprobs, tuple(invalid))
 
@@ -154,3 +171,15 @@ class RankExecutor:
     def _gather(self, local: NDArray[np.int64]) -> NDArray[np.int64]:
         gathered = self._control_group.all_gather(torch.from_numpy(local))
         return gathered.numpy()
+
+
+def emitted_rows(drafts: Sequence[int], samples: Sequence[int], is_valid: Sequence[bool]) -> int:
+    """How many of a window's samples are emitted: those whose drafts before them all came true.
+
+    samples[i] is the target's own token after drafts[:i]. The emitted token is always the
+    target's sample, so nothing that a drafter says changes the output. Rows from the first one
+    that is not valid on are never emitted: 0 where that is the first.
+    """
+    num_rows = len(drafts) + 1
+    num_emitted = accepted_length(drafts, samples[:num_rows]) + 1
+    return next((row for row in range(num_emitted) if not is_valid[row]), num_emitted)

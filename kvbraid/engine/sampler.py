@@ -1,7 +1,7 @@
 """Draws the next token of every row: a pure function of (logits, parameters, key, position).
 
 Order: logit bias, penalties, ban of stop tokens, temperature, top-k, top-p, min-p, then the token
-with the highest logit + Gumbel noise; the noise is `kvbraid.engine.noise`. Each rank looks at its
+with the highest logit + Gumbel noise; the noise is `kvbraid.sampling_noise`. Each rank looks at its
 vocabulary shard only; (score, id) pairs are gathered and every rank takes the same one, ties going
 to the lowest id. The token does not depend on the other rows, on the number of ranks, or on what
 the other rows need.
@@ -17,10 +17,10 @@ from torch import Tensor
 from attention.interface import Group
 from kvbraid.engine.filters import filter_tokens
 from kvbraid.engine.logprobs import position_logprobs
-from kvbraid.engine.noise import hash_words, negative_gumbel, row_words, token_words
 from kvbraid.engine.row_scan import first_maximum, row_parts, take_rows
 from kvbraid.engine.sampling_rows import LogitEdits, RowGroup, SamplingRows
 from kvbraid.request import PositionLogprobs
+from kvbraid.sampling_noise import hash_words, negative_gumbel, row_words, token_words
 
 _NO_COLUMN = (1 << 31) - 1
 

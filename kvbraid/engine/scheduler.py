@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from kvbraid.engine.sequence import EngineRequest, Sequence, SequenceKey, Status
@@ -18,6 +19,7 @@ from kvbraid.engine.step_plan import (
     AddPages,
     Admit,
     AppendToken,
+    Decode,
     Extend,
     Operation,
     Release,
@@ -71,7 +73,11 @@ class Scheduler:
             keeps_prefixes=keeps_prefixes,
         )
         self.num_preemptions = 0
-        self.num_wasted_tokens = 0
+        self.wasted_tokens = {"preempted": 0, "aborted": 0, "failed": 0}
+        """Tokens computed for nothing since the start, by reason."""
+        self.queue_waits_s: list[float] = []
+        """Seconds that sequences waited which were placed for the first time; the reader empties
+        it."""
         self._transfers = SequenceTransfers(issue_grant, self.operate)
         self._num_pool_tokens = num_pool_tokens
         self._waiting: deque[Sequence] = deque()
@@ -109,6 +115,12 @@ class Scheduler:
     def live(self) -> list[Sequence]:
         """Every sequence, waiting ones too."""
         return [*self._active, *self._waiting]
+
+    @property
+    def num_leased_pages(self) -> int:
+        """Pages of sequences whose rows come from or go to another worker; a page that several
+        share counts for each. Other threads may ask."""
+        return sum(len(s.pages) for s in tuple(self._active) if s.grant is not None)
 
     def find(self, key: SequenceKey) -> Sequence | None:
         """The live sequence of `key`."""
@@ -157,38 +169,52 @@ class Scheduler:
         """The next step's batch; state operations collected since the last one come with it."""
         preempted_before = self.num_preemptions
         decodes = self._schedule_decodes()
-        budget = self.limits.max_num_batched_tokens - len(decodes)
+        budget = self.limits.max_num_batched_tokens - _num_tokens(decodes)
         extends = self._schedule_extends(budget)
         budget -= sum(e.length for e in extends)
         if self.num_preemptions == preempted_before:
             extends += self._admit_waiting(budget)
         operations, self._operations = tuple(self._operations), []
-        return StepPlan(operations, tuple(s.slot for s in decodes), tuple(extends))
+        windows = tuple(Decode(s.slot, s.drafts) for s in decodes)
+        return StepPlan(operations, windows, tuple(extends))
 
     def commit(
-        self, plan: StepPlan, tokens: dict[int, int], invalid: Collection[int] = ()
-    ) -> list[Sequence]:
-        """Take the step's sampled tokens (by slot); returns the sequences that got one.
+        self, plan: StepPlan, tokens: Mapping[int, Seq[int]], invalid: Collection[int] = ()
+    ) -> list[tuple[Sequence, int]]:
+        """Take the step's new tokens (by slot); returns the sequences that got some, and how many:
+        those behind one that ends a generation are dropped.
 
         invalid: slots whose logits were not finite. Their KV, cached pages that they found
         included, is not to be trusted: nobody else gets to read it.
         """
         by_slot = {s.slot: s for s in self._active}
-        sampled: list[Sequence] = []
+        taken: list[tuple[Sequence, int]] = []
         for slot in invalid:
             self.pages.distrust(by_slot[slot], self._active)
-        for slot in plan.decodes:
-            by_slot[slot].num_computed_tokens += 1
+        for decode in plan.decodes:
+            by_slot[decode.slot].num_computed_tokens += 1
+            by_slot[decode.slot].drafts = ()
         for extend in plan.extends:
             sequence = by_slot[extend.slot]
             sequence.num_computed_tokens = extend.start + extend.length
             if sequence.num_uncomputed_tokens == 0:
                 sequence.computed_s = time.monotonic()
                 self.pages.remember(sequence)
-        for slot, token_id in tokens.items():
-            by_slot[slot].token_ids.append(token_id)
-            sampled.append(by_slot[slot])
-        return sampled
+        for slot, token_ids in tokens.items():
+            taken.append((by_slot[slot], self._take(by_slot[slot], token_ids)))
+        return taken
+
+    def _take(self, sequence: Sequence, token_ids: Seq[int]) -> int:
+        """Append new tokens up to one that ends the generation. All but the newest are computed:
+        they were the drafts of a window."""
+        num_before = len(sequence.token_ids)
+        for token_id in token_ids:
+            sequence.token_ids.append(token_id)
+            if sequence.finish_reason(self.limits.max_model_len) is not None:
+                break
+        num_taken = len(sequence.token_ids) - num_before
+        sequence.num_computed_tokens += num_taken - 1
+        return num_taken
 
     def resume_received(self, sequence: Sequence) -> None:
         """Every row and the first token of a handed-off sequence are here: it decodes now."""
@@ -218,9 +244,13 @@ class Scheduler:
 
     def _schedule_decodes(self) -> list[Sequence]:
         decodes: list[Sequence] = []
+        # Every sequence that decodes gets its one token; drafts have what is left.
+        room = self.limits.max_num_batched_tokens - sum(s.can_decode for s in self._active)
         for sequence in list(self._active):
             if not sequence.can_decode:
                 continue
+            sequence.drafts = sequence.drafts[: self._num_verifiable(sequence, room)]
+            room -= len(sequence.drafts)
             # The victim is this sequence or a younger one, never one that `decodes` has already.
             while sequence.status is Status.RUNNING and not self._grow(sequence):
                 self._preempt(self._victim())
@@ -228,8 +258,17 @@ class Scheduler:
                 decodes.append(sequence)
         return decodes
 
+    def _num_verifiable(self, sequence: Sequence, room: int) -> int:
+        """Drafts that can come true before a limit ends the generation; the token behind them is
+        emitted as well."""
+        return max(0, min(room, sequence.num_emittable(self.limits.max_model_len) - 1))
+
     def _grow(self, sequence: Sequence) -> bool:
         pages = self.pages.grow(sequence)
+        if pages is None and sequence.drafts:
+            # Nobody loses pages for somebody else's guesses.
+            sequence.drafts = ()
+            pages = self.pages.grow(sequence)
         if pages:
             self.operate(AddPages(sequence.slot, tuple(pages)))
         return pages is not None
@@ -242,7 +281,7 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         self.num_preemptions += 1
-        self.num_wasted_tokens += sequence.num_computed_tokens
+        self.wasted_tokens["preempted"] += sequence.num_computed_tokens
         self._release(sequence)
         sequence.num_computed_tokens = 0
         sequence.status = Status.WAITING
@@ -284,7 +323,9 @@ class Scheduler:
         request = sequence.request
         sequence.slot = self._free_slots.pop()
         sequence.status = Status.RUNNING if computes else Status.RECEIVING
-        sequence.admitted_s = sequence.admitted_s or time.monotonic()
+        if sequence.admitted_s is None:
+            sequence.admitted_s = time.monotonic()
+            self.queue_waits_s.append(sequence.admitted_s - sequence.arrived_s)
         self._active.append(sequence)
         seed = request.sampling.seed
         assert seed is not None
@@ -300,3 +341,7 @@ class Scheduler:
             )
         )
         self._transfers.bind(sequence)
+
+
+def _num_tokens(decodes: Seq[Sequence]) -> int:
+    return sum(1 + len(s.drafts) for s in decodes)

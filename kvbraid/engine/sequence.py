@@ -61,6 +61,7 @@ class Sequence:
     token_ids: every token known. num_computed_tokens: of them, how many have KV in the pool.
     A sequence decodes when exactly its newest token is not computed yet. is_trusted: False once
     logits computed from its pages were not finite, so that they are not kept for others.
+    drafts: what the next step verifies behind the newest token.
     """
 
     request: EngineRequest
@@ -76,6 +77,7 @@ class Sequence:
     is_granted: bool = False
     has_all_rows: bool = False
     is_trusted: bool = True
+    drafts: tuple[int, ...] = ()
     arrived_s: float = field(default_factory=time.monotonic)
     admitted_s: float | None = None
     computed_s: float | None = None
@@ -94,6 +96,12 @@ class Sequence:
     def num_uncomputed_tokens(self) -> int:
         """Tokens whose KV is not in the pool yet."""
         return len(self.token_ids) - self.num_computed_tokens
+
+    def num_emittable(self, max_model_len: int) -> int:
+        """Tokens that may still follow before a limit ends the generation."""
+        room = max_model_len - len(self.token_ids)
+        limit = self.request.sampling.max_tokens
+        return room if limit is None else min(room, limit - self.num_new_tokens)
 
     @property
     def awaits_rows(self) -> bool:

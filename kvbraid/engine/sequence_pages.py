@@ -58,8 +58,10 @@ class SequencePages:
         return True
 
     def grow(self, sequence: Sequence) -> list[int] | None:
-        """The pages that a sequence needs more for its known tokens; None when there is no room."""
-        missing = self._num_pages(len(sequence.token_ids)) - len(sequence.pages)
+        """The pages that a sequence needs more for its known tokens and its drafts; None when there
+        is no room."""
+        num_tokens = len(sequence.token_ids) + len(sequence.drafts)
+        missing = self._num_pages(num_tokens) - len(sequence.pages)
         if missing <= 0:
             return []
         if missing > self._cache.num_available:

@@ -20,7 +20,7 @@ from kvbraid.request import SamplingParams
 
 Int64Array = NDArray[np.int64]
 
-_PLAN_VERSION = 1
+_PLAN_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,17 +127,25 @@ class Extend:
 
 
 @dataclass(frozen=True, slots=True)
+class Decode:
+    """Compute the newest token of the sequence in `slot` and verify `drafts` behind it."""
+
+    slot: int
+    drafts: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step.
 
-    decodes: slots that compute their newest token. extends: chunks of prompts.
+    decodes: sequences that go on from their newest token. extends: chunks of prompts.
     collect: transfers whose progress is gathered from every rank after the compute.
     report_rows: gather the number of finite pool rows and the bytes of every rank.
     confirm: the step ends with a barrier, so rank 0 knows that every rank has executed it.
     """
 
     operations: tuple[Operation, ...] = ()
-    decodes: tuple[int, ...] = ()
+    decodes: tuple[Decode, ...] = ()
     extends: tuple[Extend, ...] = ()
     collect: tuple[bytes, ...] = field(default=())
     report_rows: bool = False
@@ -167,7 +175,9 @@ class StepPlan:
         for operation in self.operations:
             _encode_operation(operation, words)
         words.append(len(self.decodes))
-        words.extend(self.decodes)
+        for decode in self.decodes:
+            words.append(decode.slot)
+            _put(words, decode.drafts)
         words.append(len(self.extends))
         for extend in self.extends:
             words += (extend.slot, extend.start, extend.length, int(extend.sample))
@@ -185,7 +195,7 @@ class StepPlan:
             raise ValueError(f"step plan version {version}, this rank speaks {_PLAN_VERSION}")
         report_rows, confirm = bool(next(words)), bool(next(words))
         operations = tuple(_decode_operation(words) for _ in range(next(words)))
-        decodes = _take(words)
+        decodes = tuple(Decode(next(words), _take(words)) for _ in range(next(words)))
         extends = tuple(
             Extend(next(words), next(words), next(words), bool(next(words)))
             for _ in range(next(words))
@@ -284,6 +294,7 @@ def sampling_to_json(sampling: SamplingParams) -> dict[str, Any]:
         "max_tokens": sampling.max_tokens,
         "min_tokens": sampling.min_tokens,
         "top_logprobs": sampling.top_logprobs,
+        "max_draft_tokens": sampling.max_draft_tokens,
     }
 
 

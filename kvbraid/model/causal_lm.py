@@ -10,6 +10,7 @@ from torch import Tensor
 from attention.interface import GQAGeometry, MLAGeometry
 from kvbraid.model.attention_port import LayerAttention
 from kvbraid.model.config import ModelConfig
+from kvbraid.model.layer_taps import LayerTaps
 from kvbraid.model.layers import RMSNorm, VocabularyShard
 from kvbraid.model.rope import RopeTables, Rotary
 
@@ -62,15 +63,23 @@ class CausalLM:
             softmax_scale=self.config.softmax_scale,
         )
 
-    def forward(self, token_ids: Tensor, positions: Tensor, attention: LayerAttention) -> Tensor:
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        attention: LayerAttention,
+        taps: LayerTaps | None = None,
+    ) -> Tensor:
         """token_ids, positions int64 [T] -> hidden [T, hidden] after the final norm.
 
-        `attention` is called once a layer, in layer order.
+        `attention` is called once a layer, in layer order. taps: shown the output of every layer.
         """
         hidden = self._vocabulary.embed(token_ids)
         tables = self._rotary.tables(positions, hidden.dtype)
-        for layer in self._layers:
+        for index, layer in enumerate(self._layers):
             hidden = layer.forward(hidden, tables, attention)
+            if taps is not None:
+                taps.show(index, hidden)
         return self._norm.forward(hidden)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

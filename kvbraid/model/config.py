@@ -72,6 +72,16 @@ class MLAConfig:
         return self.kv_lora_rank + self.qk_rope_head_dim
 
 
+def attention_scale(head_dim: int, mla: MLAConfig | None, rope: RopeConfig) -> float:
+    """Factor on q.k; with YaRN's mscale_all_dim it carries the temperature, squared."""
+    if mla is None:
+        return 1 / math.sqrt(head_dim)
+    scale = 1 / math.sqrt(mla.qk_head_dim)
+    if rope.rope_type == "yarn" and rope.mscale_all_dim:
+        scale *= yarn_mscale(rope.factor, rope.mscale_all_dim) ** 2
+    return scale
+
+
 @dataclass(frozen=True, slots=True)
 class MoEConfig:
     """Mixture of experts.
@@ -132,10 +142,5 @@ class ModelConfig:
 
     @property
     def softmax_scale(self) -> float:
-        """Factor on q.k; with YaRN's mscale_all_dim it carries the temperature, squared."""
-        if self.mla is None:
-            return 1 / math.sqrt(self.head_dim)
-        scale = 1 / math.sqrt(self.mla.qk_head_dim)
-        if self.rope.rope_type == "yarn" and self.rope.mscale_all_dim:
-            scale *= yarn_mscale(self.rope.factor, self.rope.mscale_all_dim) ** 2
-        return scale
+        """Factor on q.k."""
+        return attention_scale(self.head_dim, self.mla, self.rope)

@@ -82,7 +82,7 @@ class LatentAttention:
         self._kv_norm = load_norm(
             reader, f"{prefix}.kv_a_layernorm", mla.kv_lora_rank, LATENT_NORM_EPS
         )
-        self._expansion = _load_expansion(reader, prefix, config, mla, heads)
+        self._expansion = load_expansion(reader, prefix, config.num_q_heads, mla, heads)
         self._output = load_output(reader, f"{prefix}.o_proj", config, parallel, mla.v_head_dim)
 
     def forward(self, x: Tensor, tables: RopeTables, attention: LayerAttention) -> Tensor:
@@ -127,10 +127,10 @@ def _load_q_and_latent(
     reader: WeightReader, prefix: str, config: ModelConfig, mla: MLAConfig, heads: range
 ) -> tuple[Projection, RMSNorm | None, Projection | None]:
     """The projection of x to [q or its low-rank form, latent, rope key] and what follows for q."""
-    hidden_size = config.hidden_size
-    latent = _load_latent(reader, prefix, config, mla)
+    hidden_size, num_heads = config.hidden_size, config.num_q_heads
+    latent = load_latent(reader, prefix, hidden_size, mla, has_bias=config.qkv_bias)
     if mla.q_lora_rank is None:
-        q = _load_q(reader, f"{prefix}.q_proj.weight", hidden_size, config, mla, heads)
+        q = load_query(reader, f"{prefix}.q_proj.weight", hidden_size, num_heads, mla, heads)
         biases = [q.new_zeros(q.shape[0]), *latent[1:]] if config.qkv_bias else []
         return Projection([q, latent[0]], biases), None, None
     rank = mla.q_lora_rank
@@ -138,35 +138,35 @@ def _load_q_and_latent(
     biases = []
     if config.qkv_bias:
         biases = [reader.take(f"{prefix}.q_a_proj.bias", (rank,)), *latent[1:]]
-    q_up = _load_q(reader, f"{prefix}.q_b_proj.weight", rank, config, mla, heads)
+    q_up = load_query(reader, f"{prefix}.q_b_proj.weight", rank, num_heads, mla, heads)
     norm = load_norm(reader, f"{prefix}.q_a_layernorm", rank, LATENT_NORM_EPS)
     return Projection([q_down, latent[0]], biases), norm, Projection([q_up])
 
 
-def _load_latent(
-    reader: WeightReader, prefix: str, config: ModelConfig, mla: MLAConfig
+def load_latent(
+    reader: WeightReader, prefix: str, num_inputs: int, mla: MLAConfig, *, has_bias: bool
 ) -> list[Tensor]:
-    """The weight of the latent's projection and, where the model has one, its bias."""
+    """The weight [R + dr, num_inputs] of the latent's projection and, if it has one, its bias."""
     name = f"{prefix}.kv_a_proj_with_mqa"
-    parts = [reader.take(f"{name}.weight", (mla.latent_width, config.hidden_size))]
-    if config.qkv_bias:
+    parts = [reader.take(f"{name}.weight", (mla.latent_width, num_inputs))]
+    if has_bias:
         parts.append(reader.take(f"{name}.bias", (mla.latent_width,)))
     for part in parts:
         part[mla.kv_lora_rank :] = _half_split(part[mla.kv_lora_rank :], mla)
     return parts
 
 
-def _load_q(
+def load_query(
     reader: WeightReader,
     name: str,
     num_inputs: int,
-    config: ModelConfig,
+    num_q_heads: int,
     mla: MLAConfig,
     heads: range,
 ) -> Tensor:
-    """[Hq * (dn + dr), num_inputs]."""
+    """The rows of `heads` among the model's num_q_heads: [Hq * (dn + dr), num_inputs]."""
     width = mla.qk_head_dim
-    shape = (config.num_q_heads * width, num_inputs)
+    shape = (num_q_heads * width, num_inputs)
     rows = range(heads.start * width, heads.stop * width)
     weight = reader.take(name, shape, rows=rows).view(len(heads), width, num_inputs)
     rope = weight[:, mla.qk_nope_head_dim :]
@@ -181,13 +181,14 @@ def _half_split(rope: Tensor, mla: MLAConfig) -> Tensor:
     return torch.cat((rope[0::2], rope[1::2]))
 
 
-def _load_expansion(
-    reader: WeightReader, prefix: str, config: ModelConfig, mla: MLAConfig, heads: range
+def load_expansion(
+    reader: WeightReader, prefix: str, num_q_heads: int, mla: MLAConfig, heads: range
 ) -> LatentExpansion:
+    """The up-projections out of the latent of `heads` among the model's num_q_heads."""
     width = mla.qk_nope_head_dim + mla.v_head_dim
     weight = reader.take(
         f"{prefix}.kv_b_proj.weight",
-        (config.num_q_heads * width, mla.kv_lora_rank),
+        (num_q_heads * width, mla.kv_lora_rank),
         rows=range(heads.start * width, heads.stop * width),
     ).view(len(heads), width, mla.kv_lora_rank)
     key, value = weight[:, : mla.qk_nope_head_dim], weight[:, mla.qk_nope_head_dim :]

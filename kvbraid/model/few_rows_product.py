@@ -54,6 +54,6 @@ def few_rows_product(weight: Tensor) -> FewRowsProduct | None:
         weight.device.type == "cpu"
         and weight.dtype == torch.float32
         and weight.numel() >= _MIN_ELEMENTS
-        and torch.backends.mkl.is_available()
+        and torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
     )
     return FewRowsProduct(weight) if gains else None

@@ -38,6 +38,15 @@ def load_config(path: str | Path) -> ModelConfig:
     return _open_config(Path(path))[0]
 
 
+def open_checkpoint(path: str | Path) -> tuple[ModelConfig, TensorSource]:
+    """The model of a folder or .gguf file and its tensors, for whoever needs a few of them.
+
+    Raises CheckpointError as `load_config`, and for damaged weights.
+    """
+    config, open_source = _open_config(Path(path))
+    return config, open_source()
+
+
 def load_model(
     path: str | Path,
     *,

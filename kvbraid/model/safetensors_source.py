@@ -22,9 +22,17 @@ DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 class SafetensorsSource:
     """Reads slices of memory-mapped safetensors files; nothing else is materialised."""
 
-    def __init__(self, folder: Path, on_read: ReadListener | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        on_read: ReadListener | None = None,
+        *,
+        dtypes: Mapping[str, torch.dtype] = DTYPES,
+    ) -> None:
+        """dtypes: the stored formats that may be read."""
         self.origin = str(folder)
         self._on_read = on_read
+        self._dtypes = dtypes
         self._handles: dict[str, Any] = {}
         self._tensors: dict[str, StoredTensor] = {}
         for path, names in _files(folder).items():
@@ -52,12 +60,13 @@ class SafetensorsSource:
             self._tensors[name] = StoredTensor(tuple(view.get_shape()), view.get_dtype())
 
     def read(self, name: str, bounds: tuple[range, ...]) -> Tensor:
-        """As TensorSource.read. Raises CheckpointError for a format that is not F32, F16, BF16."""
+        """As TensorSource.read. Raises CheckpointError for a format that may not be read."""
         stored = self._tensors[name]
-        dtype = DTYPES.get(stored.format)
+        dtype = self._dtypes.get(stored.format)
         if dtype is None:
+            accepted = ", ".join(self._dtypes)
             raise CheckpointError(
-                f"{self.origin}: tensor {name} is {stored.format}; accepted: {', '.join(DTYPES)}"
+                f"{self.origin}: tensor {name} is {stored.format}; accepted: {accepted}"
             )
         if not all(bounds):
             return torch.empty([len(bound) for bound in bounds], dtype=dtype)
@@ -78,7 +87,9 @@ def _files(folder: Path) -> dict[Path, set[str]]:
     if single.is_file():
         return {single: set()}
     pickles = sorted(path.name for path in folder.glob("*.bin"))
-    note = f"; pickle files such as {pickles[0]} are never loaded" if pickles else ""
+    note = ""
+    if pickles:
+        note = f"; pickle files such as {pickles[0]} are never loaded: convert them to safetensors"
     raise CheckpointError(f"{folder}: holds neither {SINGLE_FILE} nor {INDEX_FILE}{note}")
 
 

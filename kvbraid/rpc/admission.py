@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from kvbraid.errors import UnavailableError
@@ -24,6 +24,7 @@ class Admission:
     def __init__(self) -> None:
         self._num_running = 0
         self._is_draining = False
+        self._on_close: list[Callable[[], None]] = []
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -57,9 +58,16 @@ class Admission:
             if self._num_running == 0:
                 self._idle.set()
 
+    def on_close(self, listener: Callable[[], None]) -> None:
+        """Call `listener` when the server begins to drain: whoever keeps calls open that would
+        not end by themselves ends them."""
+        self._on_close.append(listener)
+
     def close(self) -> None:
         """Refuse new calls from now on."""
         self._is_draining = True
+        for listener in self._on_close:
+            listener()
 
     async def wait_idle(self, seconds: float) -> bool:
         """Wait for the running calls to end; False when some still run after `seconds`."""

@@ -24,6 +24,7 @@ from kvbraid.settings.sections import (
     ParallelSettings,
     SchedulerSettings,
     ServerSettings,
+    SpeculativeSettings,
     TransferSettings,
 )
 
@@ -35,6 +36,7 @@ __all__ = [
     "ParallelSettings",
     "SchedulerSettings",
     "ServerSettings",
+    "SpeculativeSettings",
     "TransferSettings",
     "load_settings",
     "models_directory",

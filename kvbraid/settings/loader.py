@@ -140,12 +140,14 @@ def _from_environment(
             continue
         if name in known:
             shared[name] = parse_text(known[name], environ[key], f"environment {key}")
-        elif prefix == role:
+        elif prefix == role and name[len(role) + 1 :] in known:
             field = name[len(role) + 1 :]
-            if field not in known:
-                raise ConfigError(f"environment {key}: {role} has no setting {field}")
             own[field] = parse_text(known[field], environ[key], f"environment {key}")
-        elif prefix is None and name not in _shared_names():
+        elif name in _shared_names():
+            continue  # such as draft_worker, which is no setting worker of the role draft
+        elif prefix == role:
+            raise ConfigError(f"environment {key}: {role} has no setting {name[len(role) + 1 :]}")
+        elif prefix is None:
             raise ConfigError(f"environment {key}: there is no setting {name}")
     return shared | own
 

@@ -194,6 +194,71 @@ class TransferSettings:
     )  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True)
+class SpeculativeSettings:
+    """Whether tokens are drafted, by what and how long a step waits for drafts."""
+
+    drafter: str = setting("", "Drafter checkpoint that this worker runs itself; empty: none.")
+    draft_worker: str = setting(
+        "", "host:port of a draft service that drafts instead; empty: none."
+    )
+    tap_fusion: str = setting(
+        "", "With draft_worker: the service's drafter checkpoint; this worker applies its fc."
+    )
+    max_draft_tokens: int = setting(
+        0, "Most drafts of a step; 0: as many as the drafter was trained for.", unit="tokens",
+        minimum=0, maximum=64,
+    )  # fmt: skip
+    draft_kv_tokens: int = setting(
+        0, "Tokens that the drafter's own KV pool holds; 0: enough for max_num_seqs full contexts, "
+        "within kv_memory_fraction.", unit="tokens", minimum=0,
+    )  # fmt: skip
+    draft_policy: Literal["adaptive", "fixed"] = setting(
+        "adaptive",
+        "adaptive: as many drafts as pay, none below break-even; fixed: always max_draft_tokens.",
+    )
+    draft_timeout_ms: float = setting(
+        50.0, "Longest that a step waits for draft_worker or for a prompt's rows; it decodes "
+        "plainly then.",
+        unit="milliseconds", minimum=0.1, maximum=60000,
+    )  # fmt: skip
+    draft_timeout_fraction: float = setting(
+        1.0, "Longest that a step waits for draft_worker, as a part of a measured step.",
+        minimum=0.01, maximum=100,
+    )  # fmt: skip
+    draft_max_failures: int = setting(
+        5, "Failed steps in a row after which draft_worker is left alone.", unit="steps", minimum=1
+    )
+    draft_probe_seconds: float = setting(
+        1.0, "How often a draft_worker that is left alone is probed, at first.", unit="seconds",
+        minimum=0.05, maximum=3600,
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        if self.drafter and self.draft_worker:
+            raise ConfigError(
+                f"drafter is {self.drafter} and draft_worker is {self.draft_worker}: accepted is "
+                f"one of them; with draft_worker the checkpoint is given as tap_fusion"
+            )
+        if bool(self.draft_worker) != bool(self.tap_fusion):
+            raise ConfigError(
+                f"draft_worker is {self.draft_worker!r} and tap_fusion is {self.tap_fusion!r}: "
+                f"accepted are both or none"
+            )
+        host, separator, port = self.draft_worker.rpartition(":")
+        if self.draft_worker and not (host and separator and port.isdecimal()):
+            raise ConfigError(f"draft_worker is {self.draft_worker!r}, accepted: host:port")
+
+    @property
+    def checkpoint(self) -> str:
+        """The drafter whose fc this worker applies; empty when nothing is drafted."""
+        return self.drafter or self.tap_fusion
+
+    def num_drafts(self, trained: int) -> int:
+        """Most drafts of a step with a drafter that was trained for `trained`."""
+        return min(trained, self.max_draft_tokens or trained)
+
+
 SHARED_SECTIONS = (
     ServerSettings,
     ModelSettings,
@@ -201,4 +266,5 @@ SHARED_SECTIONS = (
     KvSettings,
     SchedulerSettings,
     TransferSettings,
+    SpeculativeSettings,
 )

@@ -20,7 +20,8 @@ class MetricsEndpoint:
         self._server: WSGIServer
         self._thread: Thread
         self._server, self._thread = start_http_server(port, host, registry)
-        self.address = f"{host}:{self._server.server_port}"
+        self.port = self._server.server_port
+        self.address = f"{host}:{self.port}"
 
     def close(self) -> None:
         """Stop listening."""

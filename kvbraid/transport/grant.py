@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from kvbraid.errors import IncompatibleError
 from kvbraid.kv.kv_layout import KvLayout
+from kvbraid.transport.draft_grant import DraftGrant
 
 TRANSFER_ID_BYTES = 16
 
@@ -41,7 +42,8 @@ class Grant:
 
     incarnation: of the receiving worker. generation: of the pages behind the grant.
     layout: of the receiver. endpoints: one a rank. lease_ms: the grant ends when nothing arrived
-    for this long. Raises IncompatibleError for impossible values: a grant comes from a peer.
+    for this long. draft: where the sender's rank 0 pushes rows for the drafter.
+    Raises IncompatibleError for impossible values: a grant comes from a peer.
     """
 
     transfer_id: bytes
@@ -52,6 +54,7 @@ class Grant:
     layout: KvLayout
     endpoints: tuple[RankEndpoint, ...]
     lease_ms: int
+    draft: DraftGrant | None = None
 
     def __post_init__(self) -> None:
         if len(self.transfer_id) != TRANSFER_ID_BYTES:
@@ -69,8 +72,11 @@ class Grant:
             raise IncompatibleError(f"lease_ms {self.lease_ms} must be >= 1")
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON value; `from_json` reads it."""
-        return asdict(self) | {"transfer_id": self.transfer_id.hex()}
+        """A JSON value for other ranks; `from_json` reads it. `draft` is rank 0's alone and stays
+        out."""
+        whole = asdict(replace(self, draft=None)) | {"transfer_id": self.transfer_id.hex()}
+        del whole["draft"]
+        return whole
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Grant:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvbraid.errors import IncompatibleError
 from kvbraid.kv.kv_layout import KvLayout
+from kvbraid.transport.draft_grant_wire import draft_grant_from_proto, draft_grant_to_proto
 from kvbraid.transport.grant import Grant, RankEndpoint
 from kvbraid.v1 import kv_transfer_pb2 as pb
 
@@ -67,6 +68,7 @@ def grant_to_proto(grant: Grant) -> pb.KvGrant:
         layout=layout_to_proto(grant.layout),
         endpoints=endpoints,
         lease_ms=grant.lease_ms,
+        draft=None if grant.draft is None else draft_grant_to_proto(grant.draft),
     )
 
 
@@ -92,4 +94,5 @@ def grant_from_proto(message: pb.KvGrant) -> Grant:
         layout=layout_from_proto(message.layout),
         endpoints=endpoints,
         lease_ms=message.lease_ms,
+        draft=draft_grant_from_proto(message.draft) if message.HasField("draft") else None,
     )

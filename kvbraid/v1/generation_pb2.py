@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bkvbraid/v1/generation.proto\x12\nkvbraid.v1\"\xfb\x04\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\x05H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x08 \x01(\x02H\x07\x88\x01\x01\x12=\n\nlogit_bias\x18\t \x03(\x0b\x32).kvbraid.v1.SamplingParams.LogitBiasEntry\x12\x16\n\x0estop_token_ids\x18\n \x03(\r\x12\x0c\n\x04stop\x18\x0b \x03(\t\x12\x12\n\nignore_eos\x18\x0c \x01(\x08\x12\x17\n\nmax_tokens\x18\r \x01(\rH\x08\x88\x01\x01\x12\x12\n\nmin_tokens\x18\x0e \x01(\r\x12\x19\n\x0ctop_logprobs\x18\x0f \x01(\rH\t\x88\x01\x01\x12\x0e\n\x01n\x18\x10 \x01(\rH\n\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\r\n\x0b_max_tokensB\x0f\n\r_top_logprobsB\x04\n\x02_n\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"c\n\x10PositionLogprobs\x12(\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x18.kvbraid.v1.TokenLogprob\x12%\n\x03top\x18\x02 \x03(\x0b\x32\x18.kvbraid.v1.TokenLogprob\"\\\n\x05Usage\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\x1d\n\x15num_completion_tokens\x18\x02 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\r\"\x80\x01\n\nTokenChunk\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12.\n\x08logprobs\x18\x02 \x03(\x0b\x32\x1c.kvbraid.v1.PositionLogprobs\x12/\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x18.kvbraid.v1.FinishReason\"M\n\nRequestRef\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x1a\n\x12sender_incarnation\x18\x03 \x01(\x06*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bkvbraid/v1/generation.proto\x12\nkvbraid.v1\"\xaf\x05\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\x05H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x08 \x01(\x02H\x07\x88\x01\x01\x12=\n\nlogit_bias\x18\t \x03(\x0b\x32).kvbraid.v1.SamplingParams.LogitBiasEntry\x12\x16\n\x0estop_token_ids\x18\n \x03(\r\x12\x0c\n\x04stop\x18\x0b \x03(\t\x12\x12\n\nignore_eos\x18\x0c \x01(\x08\x12\x17\n\nmax_tokens\x18\r \x01(\rH\x08\x88\x01\x01\x12\x12\n\nmin_tokens\x18\x0e \x01(\r\x12\x19\n\x0ctop_logprobs\x18\x0f \x01(\rH\t\x88\x01\x01\x12\x0e\n\x01n\x18\x10 \x01(\rH\n\x88\x01\x01\x12\x1d\n\x10max_draft_tokens\x18\x11 \x01(\rH\x0b\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\r\n\x0b_max_tokensB\x0f\n\r_top_logprobsB\x04\n\x02_nB\x13\n\x11_max_draft_tokens\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"c\n\x10PositionLogprobs\x12(\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x18.kvbraid.v1.TokenLogprob\x12%\n\x03top\x18\x02 \x03(\x0b\x32\x18.kvbraid.v1.TokenLogprob\"\x93\x01\n\x05Usage\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\x1d\n\x15num_completion_tokens\x18\x02 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\x04 \x01(\r\x12\x1b\n\x13num_accepted_tokens\x18\x05 \x01(\r\"\xb7\x01\n\nTokenChunk\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12.\n\x08logprobs\x18\x02 \x03(\x0b\x32\x1c.kvbraid.v1.PositionLogprobs\x12/\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x18.kvbraid.v1.FinishReason\x12\x18\n\x10num_draft_tokens\x18\x04 \x01(\r\x12\x1b\n\x13num_accepted_tokens\x18\x05 \x01(\r\"M\n\nRequestRef\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x1a\n\x12sender_incarnation\x18\x03 \x01(\x06*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,20 +33,20 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=1137
-  _globals['_FINISHREASON']._serialized_end=1257
+  _globals['_FINISHREASON']._serialized_start=1300
+  _globals['_FINISHREASON']._serialized_end=1420
   _globals['_SAMPLINGPARAMS']._serialized_start=44
-  _globals['_SAMPLINGPARAMS']._serialized_end=679
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=472
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=520
-  _globals['_TOKENLOGPROB']._serialized_start=681
-  _globals['_TOKENLOGPROB']._serialized_end=730
-  _globals['_POSITIONLOGPROBS']._serialized_start=732
-  _globals['_POSITIONLOGPROBS']._serialized_end=831
-  _globals['_USAGE']._serialized_start=833
-  _globals['_USAGE']._serialized_end=925
-  _globals['_TOKENCHUNK']._serialized_start=928
-  _globals['_TOKENCHUNK']._serialized_end=1056
-  _globals['_REQUESTREF']._serialized_start=1058
-  _globals['_REQUESTREF']._serialized_end=1135
+  _globals['_SAMPLINGPARAMS']._serialized_end=731
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=503
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=551
+  _globals['_TOKENLOGPROB']._serialized_start=733
+  _globals['_TOKENLOGPROB']._serialized_end=782
+  _globals['_POSITIONLOGPROBS']._serialized_start=784
+  _globals['_POSITIONLOGPROBS']._serialized_end=883
+  _globals['_USAGE']._serialized_start=886
+  _globals['_USAGE']._serialized_end=1033
+  _globals['_TOKENCHUNK']._serialized_start=1036
+  _globals['_TOKENCHUNK']._serialized_end=1219
+  _globals['_REQUESTREF']._serialized_start=1221
+  _globals['_REQUESTREF']._serialized_end=1298
 # @@protoc_insertion_point(module_scope)

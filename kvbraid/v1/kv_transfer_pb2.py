@@ -22,31 +22,32 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from kvbraid.v1 import draft_pb2 as kvbraid_dot_v1_dot_draft__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ckvbraid/v1/kv_transfer.proto\x12\nkvbraid.v1\"\xd9\x01\n\x08KvLayout\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x12\n\nnum_layers\x18\x02 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x03 \x01(\r\x12\x13\n\x0bnum_q_heads\x18\x04 \x01(\r\x12\x11\n\trow_width\x18\x05 \x01(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x0f\n\x07tp_size\x18\x07 \x01(\r\x12\x10\n\x08\x64\x63p_size\x18\x08 \x01(\r\x12\x11\n\tpage_size\x18\t \x01(\r\x12\x12\n\ninterleave\x18\n \x01(\r\x12\x14\n\x0cmodel_digest\x18\x0b \x01(\t\"y\n\x0cRankEndpoint\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0f\n\x07host_id\x18\x03 \x01(\t\x12\x11\n\tring_name\x18\x04 \x01(\t\x12\x12\n\nring_slots\x18\x05 \x01(\r\x12\x12\n\nslot_bytes\x18\x06 \x01(\r\"\xda\x01\n\x07KvGrant\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x0c\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\x12\x12\n\ngeneration\x18\x03 \x01(\r\x12\x16\n\x0e\x66irst_position\x18\x04 \x01(\r\x12\x14\n\x0c\x65nd_position\x18\x05 \x01(\r\x12$\n\x06layout\x18\x06 \x01(\x0b\x32\x14.kvbraid.v1.KvLayout\x12+\n\tendpoints\x18\x07 \x03(\x0b\x32\x18.kvbraid.v1.RankEndpoint\x12\x10\n\x08lease_ms\x18\x08 \x01(\r\"\x1c\n\x0bPushRequest\x12\r\n\x05\x66rame\x18\x01 \x01(\x0c\" \n\x0cPushResponse\x12\x10\n\x08num_rows\x18\x01 \x01(\x04\"i\n\x11PushSharedRequest\x12\'\n\x06\x66rames\x18\x01 \x03(\x0b\x32\x17.kvbraid.v1.SharedFrame\x12\x18\n\x10num_slots_wanted\x18\x02 \x01(\r\x12\x11\n\theartbeat\x18\x03 \x01(\x0c\")\n\x0bSharedFrame\x12\x0c\n\x04head\x18\x01 \x01(\x0c\x12\x0c\n\x04slot\x18\x02 \x01(\r\":\n\x12PushSharedResponse\x12\x12\n\nfree_slots\x18\x01 \x03(\r\x12\x10\n\x08num_rows\x18\x02 \x01(\x04\x32\xa1\x01\n\x11KvTransferService\x12;\n\x04Push\x12\x17.kvbraid.v1.PushRequest\x1a\x18.kvbraid.v1.PushResponse(\x01\x12O\n\nPushShared\x12\x1d.kvbraid.v1.PushSharedRequest\x1a\x1e.kvbraid.v1.PushSharedResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ckvbraid/v1/kv_transfer.proto\x12\nkvbraid.v1\x1a\x16kvbraid/v1/draft.proto\"\xd9\x01\n\x08KvLayout\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x12\n\nnum_layers\x18\x02 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x03 \x01(\r\x12\x13\n\x0bnum_q_heads\x18\x04 \x01(\r\x12\x11\n\trow_width\x18\x05 \x01(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x0f\n\x07tp_size\x18\x07 \x01(\r\x12\x10\n\x08\x64\x63p_size\x18\x08 \x01(\r\x12\x11\n\tpage_size\x18\t \x01(\r\x12\x12\n\ninterleave\x18\n \x01(\r\x12\x14\n\x0cmodel_digest\x18\x0b \x01(\t\"y\n\x0cRankEndpoint\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0f\n\x07host_id\x18\x03 \x01(\t\x12\x11\n\tring_name\x18\x04 \x01(\t\x12\x12\n\nring_slots\x18\x05 \x01(\r\x12\x12\n\nslot_bytes\x18\x06 \x01(\r\"\x81\x02\n\x07KvGrant\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x0c\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\x12\x12\n\ngeneration\x18\x03 \x01(\r\x12\x16\n\x0e\x66irst_position\x18\x04 \x01(\r\x12\x14\n\x0c\x65nd_position\x18\x05 \x01(\r\x12$\n\x06layout\x18\x06 \x01(\x0b\x32\x14.kvbraid.v1.KvLayout\x12+\n\tendpoints\x18\x07 \x03(\x0b\x32\x18.kvbraid.v1.RankEndpoint\x12\x10\n\x08lease_ms\x18\x08 \x01(\r\x12%\n\x05\x64raft\x18\t \x01(\x0b\x32\x16.kvbraid.v1.DraftGrant\"\x1c\n\x0bPushRequest\x12\r\n\x05\x66rame\x18\x01 \x01(\x0c\" \n\x0cPushResponse\x12\x10\n\x08num_rows\x18\x01 \x01(\x04\"i\n\x11PushSharedRequest\x12\'\n\x06\x66rames\x18\x01 \x03(\x0b\x32\x17.kvbraid.v1.SharedFrame\x12\x18\n\x10num_slots_wanted\x18\x02 \x01(\r\x12\x11\n\theartbeat\x18\x03 \x01(\x0c\")\n\x0bSharedFrame\x12\x0c\n\x04head\x18\x01 \x01(\x0c\x12\x0c\n\x04slot\x18\x02 \x01(\r\":\n\x12PushSharedResponse\x12\x12\n\nfree_slots\x18\x01 \x03(\r\x12\x10\n\x08num_rows\x18\x02 \x01(\x04\x32\xa1\x01\n\x11KvTransferService\x12;\n\x04Push\x12\x17.kvbraid.v1.PushRequest\x1a\x18.kvbraid.v1.PushResponse(\x01\x12O\n\nPushShared\x12\x1d.kvbraid.v1.PushSharedRequest\x1a\x1e.kvbraid.v1.PushSharedResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvbraid.v1.kv_transfer_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_KVLAYOUT']._serialized_start=45
-  _globals['_KVLAYOUT']._serialized_end=262
-  _globals['_RANKENDPOINT']._serialized_start=264
-  _globals['_RANKENDPOINT']._serialized_end=385
-  _globals['_KVGRANT']._serialized_start=388
-  _globals['_KVGRANT']._serialized_end=606
-  _globals['_PUSHREQUEST']._serialized_start=608
-  _globals['_PUSHREQUEST']._serialized_end=636
-  _globals['_PUSHRESPONSE']._serialized_start=638
-  _globals['_PUSHRESPONSE']._serialized_end=670
-  _globals['_PUSHSHAREDREQUEST']._serialized_start=672
-  _globals['_PUSHSHAREDREQUEST']._serialized_end=777
-  _globals['_SHAREDFRAME']._serialized_start=779
-  _globals['_SHAREDFRAME']._serialized_end=820
-  _globals['_PUSHSHAREDRESPONSE']._serialized_start=822
-  _globals['_PUSHSHAREDRESPONSE']._serialized_end=880
-  _globals['_KVTRANSFERSERVICE']._serialized_start=883
-  _globals['_KVTRANSFERSERVICE']._serialized_end=1044
+  _globals['_KVLAYOUT']._serialized_start=69
+  _globals['_KVLAYOUT']._serialized_end=286
+  _globals['_RANKENDPOINT']._serialized_start=288
+  _globals['_RANKENDPOINT']._serialized_end=409
+  _globals['_KVGRANT']._serialized_start=412
+  _globals['_KVGRANT']._serialized_end=669
+  _globals['_PUSHREQUEST']._serialized_start=671
+  _globals['_PUSHREQUEST']._serialized_end=699
+  _globals['_PUSHRESPONSE']._serialized_start=701
+  _globals['_PUSHRESPONSE']._serialized_end=733
+  _globals['_PUSHSHAREDREQUEST']._serialized_start=735
+  _globals['_PUSHSHAREDREQUEST']._serialized_end=840
+  _globals['_SHAREDFRAME']._serialized_start=842
+  _globals['_SHAREDFRAME']._serialized_end=883
+  _globals['_PUSHSHAREDRESPONSE']._serialized_start=885
+  _globals['_PUSHSHAREDRESPONSE']._serialized_end=943
+  _globals['_KVTRANSFERSERVICE']._serialized_start=946
+  _globals['_KVTRANSFERSERVICE']._serialized_end=1107
 # @@protoc_insertion_point(module_scope)

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from kvbraid.v1 import draft_pb2 as _draft_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -138,6 +139,7 @@ class KvGrant(_message.Message):
     LAYOUT_FIELD_NUMBER: _builtins.int
     ENDPOINTS_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
+    DRAFT_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.bytes
     """128 random bits."""
     incarnation: _builtins.int
@@ -158,6 +160,10 @@ class KvGrant(_message.Message):
     def endpoints(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankEndpoint]:
         """One endpoint a rank."""
 
+    @_builtins.property
+    def draft(self) -> _draft_pb2.DraftGrant:
+        """Where the prompt's rows for the drafter go; unset: nowhere."""
+
     def __init__(
         self,
         *,
@@ -169,10 +175,11 @@ class KvGrant(_message.Message):
         layout: Global___KvLayout | None = ...,
         endpoints: _abc.Iterable[Global___RankEndpoint] | None = ...,
         lease_ms: _builtins.int = ...,
+        draft: _draft_pb2.DraftGrant | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["draft", b"draft", "layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_position", b"end_position", "endpoints", b"endpoints", "first_position", b"first_position", "generation", b"generation", "incarnation", b"incarnation", "layout", b"layout", "lease_ms", b"lease_ms", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft", b"draft", "end_position", b"end_position", "endpoints", b"endpoints", "first_position", b"first_position", "generation", b"generation", "incarnation", b"incarnation", "layout", b"layout", "lease_ms", b"lease_ms", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

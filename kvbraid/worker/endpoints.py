@@ -16,10 +16,19 @@ _RECORD_BYTES = 1024
 
 def gather_endpoints(own: RankEndpoint, group: Group) -> list[RankEndpoint]:
     """Endpoints of all ranks, in rank order. A collective: blocks until every rank calls it."""
-    text = json.dumps(asdict(own)).encode()
+    return [RankEndpoint(**json.loads(text)) for text in _gather(json.dumps(asdict(own)), group)]
+
+
+def gather_addresses(own: str, group: Group) -> dict[int, str]:
+    """host:port that every rank gives, by rank. A collective: blocks until every rank calls it."""
+    return dict(enumerate(_gather(own, group)))
+
+
+def _gather(own: str, group: Group) -> list[str]:
+    text = own.encode()
     if len(text) > _RECORD_BYTES:
-        raise ValueError(f"endpoint of {len(text)} bytes exceeds {_RECORD_BYTES}: {own}")
+        raise ValueError(f"record of {len(text)} bytes exceeds {_RECORD_BYTES}: {own}")
     record = torch.zeros(_RECORD_BYTES, dtype=torch.uint8)
     record[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     rows = group.all_gather(record).numpy()
-    return [RankEndpoint(**json.loads(row.tobytes().rstrip(b"\0"))) for row in rows]
+    return [row.tobytes().rstrip(b"\0").decode() for row in rows]

@@ -7,10 +7,13 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 
+from kvbraid.engine.drafted_decoding import DraftedDecoding
 from kvbraid.engine.engine import Engine
 from kvbraid.engine.scheduler import Scheduler, SchedulerLimits
+from kvbraid.engine.speculation import Speculation
 from kvbraid.errors import ConfigError
 from kvbraid.kv.page_allocator import PageAllocator
 from kvbraid.kv.prefix_cache import PrefixCache
@@ -20,12 +23,15 @@ from kvbraid.rpc.server import RpcServer
 from kvbraid.telemetry.endpoint import MetricsEndpoint
 from kvbraid.telemetry.loop_lag import sample_loop_lag
 from kvbraid.tokenizer import load_tokenizer
+from kvbraid.worker.drafter_check import check_drafter
+from kvbraid.worker.drafting_assembly import drafting_of
 from kvbraid.worker.endpoints import gather_endpoints
 from kvbraid.worker.engine_thread import EngineFailedError, EngineThread
 from kvbraid.worker.grant_issuer import GrantIssuer
 from kvbraid.worker.info_servicer import WorkerInfoServicer, add_info_service
 from kvbraid.worker.rank import Rank
 from kvbraid.worker.rank_assembly import num_compute_threads
+from kvbraid.worker.rank_watch import follow_ranks, watch_rank
 from kvbraid.worker.request_streams import RequestStreams
 from kvbraid.worker.worker import StepObserver, Worker, WorkerIdentity
 
@@ -48,23 +54,32 @@ async def lead(rank: Rank, add_services: AddServices) -> int:
         incarnation=rank.incarnation,
         lease_ms=round(settings.transfer.lease_seconds * 1000),
     )
-    engine, worker = _engine_and_worker(rank, issuer, loop)
-    with MetricsEndpoint(
-        rank.metrics.registry, host=settings.server.host, port=settings.server.metrics_port
-    ) as metrics_endpoint:
+    async with AsyncExitStack() as stack:
+        speculation, attach = await stack.enter_async_context(drafting_of(rank))
+        engine, worker = _engine_and_worker(rank, issuer, loop, speculation)
+        attach(engine.wake)
+        metrics_endpoint = stack.enter_context(
+            MetricsEndpoint(
+                rank.metrics.registry, host=settings.server.host, port=settings.server.metrics_port
+            )
+        )
         add_services(rank.server, worker)
         add_info_service(rank.server, WorkerInfoServicer(worker, metrics_endpoint.address))
         await rank.server.start()
         own = rank.ports.endpoint(rank.server.address)
         issuer.publish(await asyncio.to_thread(gather_endpoints, own, rank.control_group))
+        await follow_ranks(rank.metrics, metrics_endpoint.address, rank.control_group)
         num_threads = num_compute_threads(settings.parallel, rank.context.local_world_size)
         thread = EngineThread(engine.run, loop, rank.built.device, num_threads)
         thread.finished.add_done_callback(lambda _: worker.streams.end())
         thread.start()
         background = [
             asyncio.create_task(worker.refresh_gauges()),
+            asyncio.create_task(watch_rank(rank.metrics, rank.built.device)),
             asyncio.create_task(sample_loop_lag(rank.metrics.process.loop_lag_seconds.observe)),
         ]
+        if isinstance(speculation, DraftedDecoding):
+            await check_drafter(worker, speculation, load_tokenizer(Path(settings.model.model)))
         await rank.server.set_serving(True)
         report = ReadyReport(rank.role, os.getpid(), rank.server.address, metrics_endpoint.address)
         write_ready(settings.server.ready_file, report)
@@ -82,7 +97,7 @@ async def lead(rank: Rank, add_services: AddServices) -> int:
 
 
 def _engine_and_worker(
-    rank: Rank, issuer: GrantIssuer, loop: asyncio.AbstractEventLoop
+    rank: Rank, issuer: GrantIssuer, loop: asyncio.AbstractEventLoop, speculation: Speculation
 ) -> tuple[Engine, Worker]:
     _check_step_budget(rank)
     identity = _identity(rank)
@@ -94,6 +109,7 @@ def _engine_and_worker(
         channel=rank.channel,
         on_event=streams.deliver,
         on_step=StepObserver(rank.metrics),
+        speculation=speculation,
     )
     streams.attach(engine)
     rank.ports.on_landed(engine.wake)

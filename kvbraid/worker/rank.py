@@ -64,6 +64,7 @@ class Rank:
     context: RankContext
     communicator: str
     control_group: Group
+    config: ModelConfig
     layout: KvLayout
     max_model_len: int
     vocab_size: int
@@ -96,7 +97,7 @@ async def prepared_rank(
         )
         stack.push(lambda kind, error, traceback: _leave(hosts, error))
         shape = await asyncio.to_thread(_shape, settings, context)
-        metrics = WorkerMetrics(role)
+        metrics = WorkerMetrics(role, rank=context.rank)
         incarnation = await asyncio.to_thread(_agree_on_incarnation, groups.control)
         ports = KvPorts(
             rank=context.rank,
@@ -117,6 +118,7 @@ async def prepared_rank(
             context=context,
             communicator=communicator_kind(context, settings.parallel),
             control_group=groups.control,
+            config=shape.config,
             layout=shape.layout,
             max_model_len=shape.max_model_len,
             vocab_size=shape.config.vocab_size,
@@ -180,7 +182,6 @@ def _build(
     ports: KvPorts,
     metrics: WorkerMetrics,
 ) -> BuiltRank:
-    exchange_seconds = metrics.engine.dcp_exchange_seconds
     return build_rank(
         settings=settings,
         context=context,
@@ -190,7 +191,7 @@ def _build(
         max_model_len=shape.max_model_len,
         receiver=ports.receiver,
         sender=ports.sender,
-        observe_exchange=exchange_seconds.labels(exchange=settings.parallel.exchange).observe,
+        observe_exchange=metrics.rank.exchange_seconds(settings.parallel.exchange).observe,
     )
 
 

@@ -30,7 +30,16 @@ from kvbraid.model.causal_lm import CausalLM
 from kvbraid.model.config import ModelConfig
 from kvbraid.model.loader import load_model
 from kvbraid.model.parallel import ParallelContext
-from kvbraid.settings import KvSettings, ModelSettings, ParallelSettings, SchedulerSettings
+from kvbraid.settings import (
+    KvSettings,
+    ModelSettings,
+    ParallelSettings,
+    SchedulerSettings,
+    SpeculativeSettings,
+)
+from kvbraid.speculative.drafter_source import open_drafter
+from kvbraid.speculative.fused_rows import FusedRows
+from kvbraid.speculative.tap_fusion import load_tap_fusion
 from kvbraid.worker.memory import free_bytes
 
 logger = logging.getLogger(__name__)
@@ -49,6 +58,8 @@ class RankSettings(Protocol):
     def kv(self) -> KvSettings: ...
     @property
     def scheduler(self) -> SchedulerSettings: ...
+    @property
+    def speculative(self) -> SpeculativeSettings: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +73,8 @@ class BuiltRank:
     num_pages: int
     backend: str
     device: torch.device
+    dtype: torch.dtype
+    fused_rows: FusedRows | None = None
 
 
 def compute_device(settings: ModelSettings, local_rank: int) -> torch.device:
@@ -148,7 +161,7 @@ def build_rank(
         heads,
         stripe,
         groups.dcp,
-        ExchangeLimits(settings.scheduler.max_num_seqs, dtype, device),
+        ExchangeLimits(_max_decode_tokens(settings, config), dtype, device),
         -(-parallel.dcp_size // context.local_world_size),
         observe_exchange,
     )
@@ -165,6 +178,7 @@ def build_rank(
         pool.fill_nan()
     max_pages = -(-max_model_len // stripe.logical_page_size)
     state = RankState(settings.scheduler.max_num_seqs, max_pages)
+    fused_rows = _fused_rows(settings, context, config, pool, dtype)
     runner = ModelRunner(
         model=model,
         attention=attention,
@@ -172,6 +186,7 @@ def build_rank(
         state=state,
         tp_group=groups.tp,
         device=device,
+        tap_sink=fused_rows,
     )
     exchange = KvExchange(
         rank=context.rank, layout=layout, pool=pool, receiver=receiver, sender=sender
@@ -183,7 +198,35 @@ def build_rank(
         control_group=groups.control,
         guard=make_guard(parallel.debug_guard, groups.control, state),
     )
-    return BuiltRank(executor, pool, runner, state, num_pages, backend, device)
+    return BuiltRank(executor, pool, runner, state, num_pages, backend, device, dtype, fused_rows)
+
+
+def _max_decode_tokens(settings: RankSettings, config: ModelConfig) -> int:
+    """Tokens of a step's decode windows: exchanges that own memory are sized for them."""
+    window = 1
+    if settings.speculative.checkpoint:
+        drafter = open_drafter(settings.speculative.checkpoint, config).config
+        window += settings.speculative.num_drafts(drafter.max_draft_tokens)
+    return settings.scheduler.max_num_seqs * window
+
+
+def _fused_rows(
+    settings: RankSettings,
+    context: RankContext,
+    config: ModelConfig,
+    pool: StripedPagePool,
+    dtype: torch.dtype,
+) -> FusedRows | None:
+    """Rank 0 alone feeds the drafter: taps are equal on every rank."""
+    path = settings.speculative.checkpoint
+    if not path or context.rank > 0:
+        return None
+    return FusedRows(
+        load_tap_fusion(path, config, dtype=dtype, device=pool.device),
+        num_slots=pool.num_slots,
+        logical_page_size=pool.stripe.logical_page_size,
+        dtype=dtype,
+    )
 
 
 def _attention(

@@ -14,6 +14,7 @@ from kvbraid.engine.scheduler import Scheduler
 from kvbraid.errors import InvalidRequestError, KVBraidError
 from kvbraid.kv.kv_layout import KvLayout, ranks_heads
 from kvbraid.request import SamplingParams
+from kvbraid.telemetry.labels import WASTE_REASONS
 from kvbraid.telemetry.metrics import WorkerMetrics
 from kvbraid.transport.grants import Grant
 from kvbraid.validation import check_token_ids, validate_sampling
@@ -105,7 +106,6 @@ class Worker:
         """Count a handoff that left."""
         layout = f"{_shape(self.layout)}-{_shape(grant.layout)}"
         self._observe_handoff("out", layout, sent.num_bytes, sent.transfer_s)
-        self.metrics.engine.queue_seconds.observe(sent.queue_s)
 
     def observe_received(self, received: RowsReceived) -> None:
         """Count a handoff that arrived; who sent it does not matter to this side."""
@@ -157,13 +157,22 @@ class Worker:
         return time.monotonic() - self._engine.last_step_s if self._engine.has_work else 0.0
 
     def pages_by_state(self) -> dict[str, int]:
-        """Logical pages: free, active, cached."""
-        return self._scheduler.cache.counts()._asdict()
+        """Logical pages: free, active, leased (their rows are on the way), cached."""
+        counts = self._scheduler.cache.counts()
+        leased = min(counts.active, self._scheduler.num_leased_pages)
+        return {
+            "free": counts.free,
+            "active": counts.active - leased,
+            "leased": leased,
+            "cached": counts.cached,
+        }
 
     async def refresh_gauges(self) -> None:
         """Keep gauges current until cancelled, also while the engine is idle or stuck."""
         engine, kv = self.metrics.engine, self.metrics.kv
         kv.pool_tokens.set(self.identity.num_pool_tokens)
+        engine.max_running_sequences.set(self.identity.max_num_seqs)
+        engine.max_waiting_sequences.set(self._scheduler.limits.max_num_waiting)
         for rank in range(self.layout.tp_size):
             kv.pool_bytes.labels(rank=rank).set(self._pool_bytes(rank))
         while True:
@@ -184,7 +193,7 @@ class StepObserver:
     def __init__(self, metrics: WorkerMetrics) -> None:
         self._engine = metrics.engine
         self._kv = metrics.kv
-        self._totals: tuple[int, ...] = (0, 0, 0, 0, 0)
+        self._totals: tuple[int, ...] = (0,) * (4 + len(WASTE_REASONS))
 
     def __call__(self, report: StepReport) -> None:
         """One step."""
@@ -196,9 +205,14 @@ class StepObserver:
         engine.step_tokens.observe(report.num_decodes + report.num_extend_tokens)
         engine.prompt_tokens_total.inc(report.num_extend_tokens)
         engine.generated_tokens_total.inc(report.num_sampled)
+        for wait_s in report.queue_waits_s:
+            engine.queue_seconds.observe(wait_s)
         totals = (
             (engine.preemptions_total, report.num_preemptions),
-            (engine.wasted_tokens_total.labels(reason="discarded"), report.num_wasted_tokens),
+            *(
+                (engine.wasted_tokens_total.labels(reason=reason), report.wasted_tokens[reason])
+                for reason in WASTE_REASONS
+            ),
             (self._kv.prefix_query_tokens_total, report.num_prefix_queried),
             (self._kv.prefix_hit_tokens_total, report.num_prefix_hit),
             (self._kv.evicted_pages_total, report.num_evicted_pages),

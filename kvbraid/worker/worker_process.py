@@ -24,6 +24,7 @@ from kvbraid.worker.engine_thread import EngineFailedError, EngineThread
 from kvbraid.worker.leader import AddServices, lead
 from kvbraid.worker.rank import Rank, WorkerSettings, prepared_rank
 from kvbraid.worker.rank_assembly import num_compute_threads
+from kvbraid.worker.rank_watch import served_rank
 
 logger = logging.getLogger(__name__)
 
@@ -85,8 +86,11 @@ async def _follow(rank: Rank) -> int:
         rank.built.device,
         num_compute_threads(rank.settings.parallel, rank.context.local_world_size),
     )
-    engine.start()
-    await engine.finished
+    async with served_rank(
+        rank.metrics, rank.settings.server, rank.context.rank, rank.control_group, rank.built.device
+    ):
+        engine.start()
+        await engine.finished
     if engine.failure.done():
         # Rank 0 may wait for this rank in a collective: one that left in peace would not be missed.
         rank.heartbeat.end_worker(engine.failure.result())

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-TOP_LEVEL = ("kvbraid", "attention", "prefill_service", "decode_service", "coordinator")
+TOP_LEVEL = (
+    "kvbraid", "attention", "prefill_service", "decode_service", "draft_service", "coordinator",
+)  # fmt: skip
 LINT = Path(sys.executable).with_name("lint-imports")
 
 
@@ -34,7 +36,10 @@ def test_import_contracts_are_kept() -> None:
         ("decode_service/config.py", "import attention.layout", "services never import attention"),
         ("coordinator/config.py", "import kvbraid.model.config", "the coordinator and what it"),
         ("kvbraid/rpc/deadline.py", "import torch", "the coordinator and what it"),
-        ("kvbraid/kv/slots.py", "import grpc", "kv, model and engine know no wire"),
+        ("kvbraid/kv/slots.py", "import grpc", "kv, model, speculative and engine know no wire"),
+        ("kvbraid/speculative/proposal.py", "import grpc", "kv, model, speculative and engine"),
+        ("kvbraid/speculative/proposal.py", "import kvbraid.transport.frame", "the shared package"),
+        ("draft_service/config.py", "import decode_service.config", "services are independent"),
         ("kvbraid/engine/scheduler.py", "import kvbraid.v1.info_pb2", "only the edges touch"),
         ("kvbraid/errors.py", "import kvbraid.settings", "the shared package is layered"),
         ("decode_service/worker.py", "import kvbraid.v1.info_pb2", "only the edges touch"),

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("kvbraid", "attention", "prefill_service", "decode_service", "coordinator")
+PACKAGES = (
+    "kvbraid", "attention", "prefill_service", "decode_service", "draft_service", "coordinator",
+)  # fmt: skip
 FILES = sorted(
     path
     for package in PACKAGES

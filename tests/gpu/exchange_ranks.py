@@ -37,8 +37,9 @@ from attention.interface import (
     SplitResult,
 )
 from attention.layout import HeadLayout, StripeLayout, shard_range
+from attention.single_group import SingleGroup
 from benchmarks.split_partials import PartialsShape, merge_local, random_partials
-from kvbraid.engine.communicator import SingleGroup, make_groups
+from kvbraid.engine.communicator import make_groups
 from kvbraid.engine.ranks import from_environment, spawn_ranks, start_run
 
 SIZE = 2

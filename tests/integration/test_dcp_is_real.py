@@ -25,7 +25,13 @@ from kvbraid.kv.page_pool import StripedPagePool
 from kvbraid.kv.slots import LogicalSlots, owners_of, slots_of
 from kvbraid.model.loader import load_config
 from kvbraid.request import SamplingParams
-from kvbraid.settings import KvSettings, ModelSettings, ParallelSettings, SchedulerSettings
+from kvbraid.settings import (
+    KvSettings,
+    ModelSettings,
+    ParallelSettings,
+    SchedulerSettings,
+    SpeculativeSettings,
+)
 from kvbraid.worker.rank_assembly import build_rank, kv_layout
 from tools.no_transfers import NoReceiver, NoSender
 from tools.thread_ranks import ThreadGroup, run_threads, thread_groups
@@ -42,6 +48,7 @@ class Settings:
     parallel: ParallelSettings
     kv: KvSettings
     scheduler: SchedulerSettings
+    speculative: SpeculativeSettings
 
 
 @dataclass
@@ -61,8 +68,7 @@ class Ranks:
             if decode_guesses is None:
                 assert extend is not None
                 return runner.forward(WindowedDecode((), ()), [extend])
-            guesses = (decode_guesses,) if decode_guesses else ()
-            return runner.forward(WindowedDecode([state[0]], guesses), [])
+            return runner.forward(WindowedDecode([state[0]], [decode_guesses]), [])
 
         return torch.cat(run_threads(self.groups, one), dim=-1)
 
@@ -110,6 +116,7 @@ def make_ranks(path: Path, tp_size: int, dcp_size: int, prompt: list[int], lengt
         ParallelSettings(tp_size=tp_size, dcp_size=dcp_size),
         KvSettings(page_size=PAGE, kv_cache_tokens=256, poison_kv=True),
         SchedulerSettings(max_num_seqs=2),
+        SpeculativeSettings(),
     )
     config = load_config(path)
     layout = kv_layout(config, settings.parallel, settings.kv, torch.float32, "digest")

@@ -51,6 +51,8 @@ def running_cluster(
     decode: tuple[str, ...] = ("tp=2,dcp=2",),
     coordinator: tuple[str, ...] = (),
     commands: Mapping[str, tuple[str, ...]] = SERVICE_COMMANDS,
+    drafter: str = "",
+    draft: tuple[str, ...] = (),
 ) -> Iterator[LocalCluster]:
     spec = ClusterSpec(
         model=str(TINY_MLA),
@@ -59,6 +61,8 @@ def running_cluster(
         coordinator=("--local-prefill-max-tokens=0", "--poll-seconds=0.2", *coordinator),
         drain_seconds=5.0,
         commands=commands,
+        drafter=drafter,
+        draft=tuple(WorkerSpec.parse("draft", text) for text in draft),
     )
     with LocalCluster(spec, directory) as cluster:
         cluster.start(timeout_s=110)

@@ -34,7 +34,7 @@ class FaultyExecutor(RankExecutor):
                 raise ArithmeticError("this rank was told to fail")
             if signal.SIGUSR2 in _asked:
                 _asked.clear()
-                self._state[plan.decodes[0]].token_ids[-1] ^= 1
+                self._state[plan.decodes[0].slot].token_ids[-1] ^= 1
         return super().execute(plan)
 
 

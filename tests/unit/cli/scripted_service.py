@@ -29,6 +29,9 @@ class ScriptedConfig:
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
     prefill_workers: list[str] = setting([], "Prefill workers.")
     decode_workers: list[str] = setting([], "Decode workers.")
+    drafter: str = setting("", "Drafter.")
+    draft_worker: str = setting("", "Draft service.")
+    tap_fusion: str = setting("", "Drafter of the draft service.")
     http_port: int = setting(0, "HTTP port.")
     behaviour: Literal["serve", "refuse", "ignore_sigterm"] = setting("serve", "What it does.")
 
@@ -43,6 +46,8 @@ async def serve(config: ScriptedConfig) -> int:
     with MetricsEndpoint(metrics.registry, host="127.0.0.1", port=0) as endpoint:
         # The coordinator's targets travel in a field that the tests can read.
         http = ";".join([*config.prefill_workers, *config.decode_workers])
+        if ROLE in ("prefill", "decode"):
+            http = ";".join([config.drafter, config.draft_worker, config.tap_fusion])
         report = ReadyReport(ROLE, os.getpid(), server.address, endpoint.address, http)
         write_ready(config.server.ready_file, report)
         if config.behaviour == "ignore_sigterm":

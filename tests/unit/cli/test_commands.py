@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import argparse
 import importlib
 import io
 import itertools
@@ -13,7 +14,8 @@ import torch
 
 from attention.dispatch import BACKENDS
 from kvbraid.cli import COMMANDS, SERVICES, main
-from kvbraid.cluster import WorkerSpec
+from kvbraid.cluster import ClusterSpec, WorkerSpec
+from kvbraid.commands import up
 from kvbraid.commands.model_path import resolve_model
 from kvbraid.commands.progress import ProgressBar
 from kvbraid.errors import ConfigError, NotFoundError
@@ -113,6 +115,29 @@ def test_worker_spec_becomes_flags(text: str, flags: list[str]) -> None:
 def test_malformed_worker_spec_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(ConfigError, match="tp=2,dcp=2"):
         WorkerSpec.parse("decode", text)
+
+
+def test_a_draft_service_needs_a_drafter_and_excludes_an_embedded_one() -> None:
+    service = WorkerSpec.parse("draft", "drafter=/m,device=cpu")
+    assert service.option("drafter") == "/m"
+    assert service.flags() == ["--drafter=/m", "--device=cpu"]
+    with pytest.raises(ConfigError, match="--draft has no drafter"):
+        ClusterSpec(model="/m", draft=(WorkerSpec.parse("draft", "device=cpu"),))
+    with pytest.raises(ConfigError, match="not both"):
+        ClusterSpec(model="/m", draft=(service,), drafter="/m")
+
+
+def test_up_takes_drafters_and_draft_services(tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    up.add_arguments(parser)
+    model = f"--model={tmp_path}"
+    plain = up.cluster_spec(parser.parse_args([model]))
+    assert (plain.draft, plain.drafter) == ((), "")
+    assert up.cluster_spec(parser.parse_args([model, "--drafter=/m"])).drafter == "/m"
+    twice = parser.parse_args([model, "--draft=drafter=/m", "--draft", "drafter=/n,port=7"])
+    assert [service.flags() for service in up.cluster_spec(twice).draft] == [
+        ["--drafter=/m"], ["--drafter=/n", "--port=7"]
+    ]  # fmt: skip
 
 
 def test_model_is_a_path_or_a_pulled_name_or_an_error_that_says_how(

@@ -20,13 +20,16 @@ from kvbraid.cluster import ClusterSpec, LocalCluster, WorkerSpec
 from kvbraid.commands.up import serve_cluster
 from kvbraid.errors import KVBraidError
 
-script, log_directory, drain, decode = sys.argv[1:]
+script, log_directory, drain, decode, draft, drafter = sys.argv[1:]
 spec = ClusterSpec(
     model="unused",
     decode=tuple(WorkerSpec.parse("decode", text) for text in json.loads(decode)),
+    draft=tuple(WorkerSpec.parse("draft", text) for text in json.loads(draft)),
+    drafter=drafter,
     drain_seconds=float(drain),
     commands={
-        role: (sys.executable, script, role) for role in ("prefill", "decode", "coordinator")
+        role: (sys.executable, script, role)
+        for role in ("prefill", "decode", "draft", "coordinator")
     },
 )
 cluster = LocalCluster(spec, log_directory)
@@ -43,8 +46,11 @@ Start = Callable[..., subprocess.Popen[str]]
 def start(tmp_path: Path) -> Iterator[Start]:
     started: list[subprocess.Popen[str]] = []
 
-    def run(*decode: str, drain_seconds: float = 5.0) -> subprocess.Popen[str]:
-        arguments = [str(SCRIPT), str(tmp_path / "logs"), str(drain_seconds), json.dumps(decode)]
+    def run(
+        *decode: str, drain_seconds: float = 5.0, draft: tuple[str, ...] = (), drafter: str = ""
+    ) -> subprocess.Popen[str]:
+        arguments = [str(SCRIPT), str(tmp_path / "logs"), str(drain_seconds)]
+        arguments += [json.dumps(decode), json.dumps(draft), drafter]
         process = subprocess.Popen(
             [sys.executable, "-c", DRIVER, *arguments],
             stdout=subprocess.PIPE,
@@ -91,6 +97,32 @@ def test_one_ready_line_names_every_address_and_one_ctrl_c_stops_all(start: Star
     out, _ = process.communicate(timeout=60)
     assert (process.returncode, out) == (0, "")
     assert_all_gone(children)
+
+
+def told_about_drafts(tmp_path: Path, names: list[str]) -> dict[str, str]:
+    """drafter;draft_worker;tap_fusion of each worker: what its ready file says it was given."""
+    reports = {n: json.loads((tmp_path / "logs" / f"{n}.ready").read_text()) for n in names}
+    return {name: report["http"] for name, report in reports.items()}
+
+
+def test_draft_services_start_first_and_workers_are_told_in_turn(
+    start: Start, tmp_path: Path
+) -> None:
+    process = start("tp=1", "tp=1", "tp=1", draft=("drafter=/d/one", "drafter=/d/two,device=cpu"))
+    workers = ready(process)["workers"]
+    assert list(workers)[:2] == ["draft-0", "draft-1"]
+    first = f";{workers['draft-0']};/d/one"
+    second = f";{workers['draft-1']};/d/two"
+    names = ["prefill-0", "decode-0", "decode-1", "decode-2"]
+    assert told_about_drafts(tmp_path, names) == dict(
+        zip(names, [first, first, second, first], strict=True)
+    )
+
+
+def test_an_embedded_drafter_is_given_to_every_worker(start: Start, tmp_path: Path) -> None:
+    ready(start("tp=1", drafter="/d/one"))
+    names = ["prefill-0", "decode-0"]
+    assert told_about_drafts(tmp_path, names) == dict.fromkeys(names, "/d/one;;")
 
 
 def test_only_prefill_workers_spin_briefly(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:

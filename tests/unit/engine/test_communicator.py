@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvbraid.engine.communicator import SingleGroup, make_groups
+from attention.single_group import SingleGroup
+from kvbraid.engine.communicator import make_groups
 from kvbraid.engine.rank_lost import RankLostError
 from kvbraid.engine.ranks import RankContext
 from kvbraid.engine.shared_memory import SharedMemoryGroup

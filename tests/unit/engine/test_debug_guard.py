@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvbraid.engine.communicator import SingleGroup
+from attention.single_group import SingleGroup
 from kvbraid.engine.debug_guard import DigestGuard, NoGuard, RankMismatchError, make_guard
 from kvbraid.engine.model_runner import WindowedDecode
 from kvbraid.engine.rank_executor import RankExecutor
 from kvbraid.engine.rank_state import RankSequence, RankState
 from kvbraid.engine.sampler import SampleResult
-from kvbraid.engine.step_plan import AddPages, Admit, Extend, StepPlan
+from kvbraid.engine.step_plan import AddPages, Admit, Decode, Extend, StepPlan
 from kvbraid.request import SamplingParams
 
 FAULTY = 1
@@ -28,9 +28,12 @@ PLANS = [
         ),
         extends=(Extend(0, 0, 3, True), Extend(1, 0, 1, False)),
     ),
-    StepPlan(operations=(AddPages(0, (6,)),), decodes=(0,), extends=(Extend(1, 1, 1, True),)),
-    StepPlan(decodes=(0, 1)),
+    StepPlan(
+        operations=(AddPages(0, (6,)),), decodes=(Decode(0),), extends=(Extend(1, 1, 1, True),)
+    ),
+    StepPlan(decodes=(Decode(0), Decode(1))),
     StepPlan(confirm=True),
+    StepPlan(decodes=(Decode(0, (12, 40)), Decode(1, (5,)))),
 ]
 
 
@@ -43,8 +46,14 @@ class ToyRunner:
     def forward(self, decode: WindowedDecode, extends: Sequence[Extend]) -> Tensor:
         return torch.zeros(len(decode.sequences) + sum(e.sample for e in extends), 1)
 
-    def sample(self, logits: Tensor, sequences: Sequence[RankSequence]) -> SampleResult:
-        tokens = torch.tensor([s.token_ids[-1] + self.offset for s in sequences])
+    def renew_pages(self, pages: Sequence[int], num_computed: int) -> None:
+        pass
+
+    def sample(
+        self, logits: Tensor, sequences: Sequence[RankSequence], assumed: Sequence[tuple[int, ...]]
+    ) -> SampleResult:
+        rows = zip(sequences, assumed, strict=True)
+        tokens = torch.tensor([s.token_ids[-1] + self.offset + len(drafts) for s, drafts in rows])
         valid = torch.ones(len(sequences), dtype=torch.bool)
         return SampleResult(tokens, valid, [None] * len(sequences))
 
@@ -95,6 +104,21 @@ def other_sample(step: int, plan: StepPlan, state: RankState, runner: ToyRunner)
     return plan
 
 
+def other_draft(step: int, plan: StepPlan, state: RankState, runner: ToyRunner) -> StepPlan:
+    return StepPlan(decodes=(Decode(0, (12, 41)), plan.decodes[1])) if step == 5 else plan
+
+
+def other_anchor(step: int, plan: StepPlan, state: RankState, runner: ToyRunner) -> StepPlan:
+    if step == 5:
+        state[1].token_ids[-1] ^= 1
+    return plan
+
+
+def other_acceptance(step: int, plan: StepPlan, state: RankState, runner: ToyRunner) -> StepPlan:
+    runner.offset = 3 if step == 5 else 1
+    return plan
+
+
 def other_plan(step: int, plan: StepPlan, state: RankState, runner: ToyRunner) -> StepPlan:
     return StepPlan(confirm=True, report_rows=True) if step == 4 else plan
 
@@ -128,6 +152,9 @@ def run_rank(group: Any, damage: Break, plans: Sequence[StepPlan] = PLANS) -> st
         (other_page, 3, "page tables"),
         (other_sample, 2, "sampled ids"),
         (other_plan, 4, "step plan"),
+        (other_draft, 5, "step plan"),
+        (other_anchor, 5, "token window"),
+        (other_acceptance, 5, "sampled ids"),
     ],
     ids=lambda value: value.__name__ if callable(value) else str(value),
 )

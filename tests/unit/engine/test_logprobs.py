@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvbraid.engine.communicator import SingleGroup
+from attention.single_group import SingleGroup
 from kvbraid.engine.sampler import sample
 from kvbraid.engine.sampling_state import SequenceSampling, build_rows
 from kvbraid.request import PositionLogprobs, SamplingParams

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attention.layout import shard_range
-from kvbraid.engine.communicator import SingleGroup
+from attention.single_group import SingleGroup
 from kvbraid.engine.sampler import SampleResult, sample
 from kvbraid.engine.sampling_state import SequenceSampling, build_rows
 from kvbraid.request import SamplingParams

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from attention.layout import shard_range
-from kvbraid.engine.communicator import SingleGroup
+from attention.single_group import SingleGroup
 from kvbraid.engine.filters import filter_tokens
 from kvbraid.engine.sampler import sample
 from kvbraid.engine.sampling_state import SequenceSampling, build_rows

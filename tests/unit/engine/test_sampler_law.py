@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvbraid.engine.communicator import SingleGroup
-from kvbraid.engine.noise import hash_words, negative_gumbel, row_words, token_words
+from attention.single_group import SingleGroup
 from kvbraid.engine.sampler import sample
 from kvbraid.engine.sampling_rows import RowGroup, SamplingRows
 from kvbraid.engine.sampling_state import SequenceSampling, build_rows
 from kvbraid.request import SamplingParams
 from kvbraid.sampling_key import sampling_key
+from kvbraid.sampling_noise import hash_words, negative_gumbel, row_words, token_words
 
 CPU = torch.device("cpu")
 

@@ -93,17 +93,17 @@ class ToyWorker:
         for operation in plan.operations:
             self._apply(operation)
         tokens = {}
-        for slot in plan.decodes:
-            known = self.slots[slot][0]
-            self._compute(slot, len(known) - 1, 1)
-            tokens[slot] = toy_token(known)
+        for decode in plan.decodes:
+            known = self.slots[decode.slot][0]
+            self._compute(decode.slot, len(known) - 1, 1)
+            tokens[decode.slot] = (toy_token(known),)
         for extend in plan.extends:
             self._compute(extend.slot, extend.start, extend.length)
             if extend.sample:
-                tokens[extend.slot] = toy_token(self.slots[extend.slot][0])
-        for slot, token in tokens.items():
-            self.slots[slot][0].append(token)
-        for sequence in self.scheduler.commit(plan, tokens):
+                tokens[extend.slot] = (toy_token(self.slots[extend.slot][0]),)
+        for slot, new in tokens.items():
+            self.slots[slot][0].extend(new)
+        for sequence, _ in self.scheduler.commit(plan, tokens):
             if sequence.finish_reason(self.scheduler.limits.max_model_len) is not None:
                 self.finished[sequence.request.key] = sequence.token_ids
                 self.scheduler.finish(sequence)

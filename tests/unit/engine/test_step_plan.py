@@ -14,6 +14,7 @@ from kvbraid.engine.step_plan import (
     BeginSend,
     BindSend,
     CloseGrant,
+    Decode,
     EndSend,
     Extend,
     OpenGrant,
@@ -63,7 +64,7 @@ _operations: st.SearchStrategy[Operation] = st.one_of(
 _plans = st.builds(
     StepPlan,
     operations=st.lists(_operations, max_size=6).map(tuple),
-    decodes=_ids,
+    decodes=st.lists(st.builds(Decode, _small, _ids), max_size=3).map(tuple),
     extends=st.lists(st.builds(Extend, _small, _small, _small, st.booleans()), max_size=3).map(
         tuple
     ),
@@ -81,9 +82,9 @@ def test_a_decoded_plan_equals_the_encoded_one(plan: StepPlan) -> None:
 
 
 def test_a_plan_of_another_version_is_refused() -> None:
-    flat = StepPlan(decodes=(1,)).encode()
+    flat = StepPlan(decodes=(Decode(1),)).encode()
     flat[0] += 1
-    with pytest.raises(ValueError, match="version 2"):
+    with pytest.raises(ValueError, match="version 3"):
         StepPlan.decode(flat)
 
 

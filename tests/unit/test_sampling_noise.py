@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from kvbraid.engine.noise import hash_words, negative_gumbel, row_words, token_words
 from kvbraid.sampling_key import mix64
+from kvbraid.sampling_noise import hash_words, negative_gumbel, row_words, token_words
 
 WORD = (1 << 32) - 1
 GOLDEN = 0x9E3779B97F4A7C15

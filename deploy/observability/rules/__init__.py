@@ -1,0 +1,1 @@
+"""Recording rules and alerts. Numbers that an operator chooses are placeholders (`slo`)."""

@@ -1,0 +1,41 @@
+"""What a step is to draft, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvbraid.speculative.break_even import PlainReason
+
+
+@dataclass(frozen=True, slots=True)
+class DraftPlan:
+    """num_wanted: drafts to ask for, one number a sequence. width: of the verify window they are
+    meant for. is_trial: the window is run at that width to learn, whatever is expected of it.
+    reason: why nothing is asked for."""
+
+    num_wanted: tuple[int, ...]
+    width: int
+    is_trial: bool = False
+    reason: PlainReason | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutcome:
+    """An executed step. slots: all its sequences. width: rows of each. num_verified,
+    num_accepted: drafts of each sequence in the window, and those accepted. confidences: of its
+    drafts, empty where the drafter gave none. num_asked: most drafts asked of one sequence, 0 if
+    none. num_drafting: sequences that drafts were asked for. draft_seconds: what asking took, 0 if
+    nothing was asked. step_seconds: the rest of the step. has_prompt_rows: the step also computed
+    prompts, so that its time says nothing."""
+
+    slots: Sequence[int]
+    width: int
+    num_verified: Sequence[int]
+    num_accepted: Sequence[int]
+    confidences: Sequence[Sequence[float]]
+    num_asked: int
+    num_drafting: int
+    draft_seconds: float
+    step_seconds: float
+    has_prompt_rows: bool

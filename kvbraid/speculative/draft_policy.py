@@ -1,0 +1,294 @@
+"""Whether and how much a worker drafts and verifies: cost table, acceptance and break-even put
+together. Used by rank 0's engine thread; deterministic given its inputs.
+
+A step is three calls: `plan` before the drafter is asked, `width` when its answers are there,
+`record` when the step has run. While speculation is off nothing is asked of the drafter and `plan`
+costs next to nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvbraid.speculative.break_even import BreakEven, PlainReason, RequestGates, Verdict
+from kvbraid.speculative.calibration import AcceptanceRates, ConfidenceCalibration, Reached
+from kvbraid.speculative.cost_table import CostTable
+from kvbraid.speculative.draft_plan import DraftPlan, StepOutcome
+from kvbraid.speculative.verify_budget import WidthRule, best_gains, expected_tokens, within
+
+__all__ = ["DraftPlan", "DraftPolicy", "StepOutcome"]
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+BoolArray = NDArray[np.bool_]
+
+# A plain step's price is refreshed after so many steps of its batch size with drafts.
+_REFRESH_STEPS = 256
+# While off and with the same sequences, estimates are looked at again this often.
+_REVIEW_STEPS = 16
+# An unmeasured width is tried when it may be better by this factor.
+_WORTH_TRYING = 1.02
+# What takes longer than this times its bound was a pause of the machine and says nothing.
+_PAUSE = 1.5
+# A coarse clock may not have advanced.
+_CLOCK_TICK = 1e-9
+# Acceptance of a drafter as good as one may hope: below break-even with this, no probe helps.
+_HOPED_RATE = 0.9
+
+
+class _Choice(NamedTuple):
+    """A width and its expected rate over that of plain decoding."""
+
+    width: int
+    gain: float
+
+
+class DraftPolicy:
+    """max_draft_tokens: most drafts of a proposal. width_rule: `best_width` for exact match,
+    `causal_width` for the ratio test. drafts_in_blocks: the drafter computes all its drafts at
+    once (DSpark), so fewer cost the same."""
+
+    def __init__(
+        self, max_draft_tokens: int, *, width_rule: WidthRule, drafts_in_blocks: bool
+    ) -> None:
+        self.max_draft_tokens = max_draft_tokens
+        self.costs = CostTable(max_draft_tokens)
+        self.rates = AcceptanceRates(max_draft_tokens)
+        self.calibration = ConfidenceCalibration(max_draft_tokens)
+        self.gates = RequestGates()
+        self.break_even = BreakEven()
+        self.plain_steps: Counter[PlainReason] = Counter()
+        self._width_rule = width_rule
+        self._drafts_in_blocks = drafts_in_blocks
+        self._reviewed: list[int] = []
+        self._until_review = 0
+
+    def open(self) -> int:
+        """A slot for a new sequence."""
+        slot = self.rates.open()
+        self.gates.open(slot)
+        return slot
+
+    def close(self, slot: int) -> None:
+        """The sequence has ended. Raises ValueError for a slot that is not open."""
+        self.rates.close(slot)
+
+    def plan(self, slots: Sequence[int], limits: Sequence[int]) -> DraftPlan:
+        """What to ask of the drafter for the next step of these sequences.
+
+        limits: most drafts of each: what is left of its tokens after the next one, of the context,
+        and what the client allows; 0 for none.
+        """
+        size = len(slots)
+        if not any(limits):
+            return self._plain(size, PlainReason.NOT_ALLOWED)
+        plain_seconds = self.costs.plain_seconds(size)
+        if plain_seconds is None or self.costs.steps_since_plain(size) >= _REFRESH_STEPS:
+            return self._plain(size, PlainReason.MEASURING)
+        idle = self._idle_reason(slots)
+        if idle is not None:
+            return self._plain(size, idle)
+        return self._estimate(np.array(slots), np.minimum(limits, self.max_draft_tokens))
+
+    def width(
+        self,
+        plan: DraftPlan,
+        slots: Sequence[int],
+        *,
+        limits: Sequence[int],
+        num_drafts: Sequence[int],
+        confidences: Sequence[Sequence[float]],
+        draft_seconds: float,
+    ) -> int:
+        """Rows of each sequence in the verify step, at least 1 and at most 1 + its most drafts.
+
+        plan: the one that these drafts were asked by. num_drafts: drafts at hand, at most the
+        limit. confidences: one a draft, or none at all for a sequence. draft_seconds: what they
+        took.
+        """
+        most = max(num_drafts, default=0)
+        step = self.costs.step.seconds(len(slots))
+        if most == 0 or step is None:
+            return 1
+        if plan.is_trial:
+            return min(plan.width, most + 1)
+        rates = self.rates.rates(np.array(slots))
+        offered = within(np.array(num_drafts), self.max_draft_tokens)
+        acceptance = np.where(offered, self._chances(rates, confidences), 0.0)
+        expected = np.where(within(np.array(limits), self.max_draft_tokens), rates, 0.0)
+        width = self._width_rule(acceptance, expected, step + draft_seconds)
+        return min(width, most + 1)
+
+    def record(self, outcome: StepOutcome) -> None:
+        """Learns from an executed step."""
+        size = len(outcome.slots)
+        cost = self._cost(outcome)
+        if outcome.num_asked > 0:
+            asked = self._asked_as(outcome.num_asked)
+            seconds = max(outcome.draft_seconds, _CLOCK_TICK)
+            self.costs.draft.observe(outcome.num_drafting, asked, seconds)
+        self.costs.observe_step(
+            size,
+            outcome.width,
+            max(outcome.step_seconds, _CLOCK_TICK),
+            has_prompt_rows=outcome.has_prompt_rows,
+        )
+        if outcome.width > 1:
+            self._learn(outcome)
+        if cost is not None:
+            self.break_even.record(size + sum(outcome.num_accepted), size, cost)
+
+    def _cost(self, outcome: StepOutcome) -> float | None:
+        """Of a step in plain steps, a pause of the machine left out; None where it cannot be
+        compared."""
+        size = len(outcome.slots)
+        plain = self.costs.plain_seconds(size)
+        if plain is None or outcome.has_prompt_rows:
+            return None
+        if outcome.width == 1 and outcome.num_asked == 0:
+            return 1.0
+        step = self.costs.step.seconds(size)
+        assert step is not None
+        seconds = min(outcome.step_seconds, _PAUSE * float(step[outcome.width - 1]))
+        if outcome.num_asked > 0:
+            draft = self.costs.draft.seconds(outcome.num_drafting)
+            asked = self._asked_as(outcome.num_asked)
+            usual = plain if draft is None else float(draft[asked - 1])
+            seconds += min(outcome.draft_seconds, _PAUSE * usual)
+        return seconds / plain
+
+    def _asked_as(self, num_drafts: int) -> int:
+        """The number of drafts that these cost as much as."""
+        return self.max_draft_tokens if self._drafts_in_blocks else num_drafts
+
+    def _learn(self, outcome: StepOutcome) -> None:
+        slots = np.array(outcome.slots)
+        reached = Reached(
+            np.array(outcome.num_verified), np.array(outcome.num_accepted), self.max_draft_tokens
+        )
+        self.rates.observe(slots, reached)
+        given, has_confidence = self._ragged(outcome.confidences)
+        if has_confidence.any():
+            reached.was_tested &= has_confidence
+            reached.was_accepted &= has_confidence
+            self.calibration.observe(given, reached)
+
+    def _estimate(self, slots: IntArray, limits: IntArray) -> DraftPlan:
+        likely, hopeful = self._seconds(len(slots))
+        rates = self.rates.rates(slots)
+        has_room = within(limits, self.max_draft_tokens)
+        pays = self.gates.judge(slots, best_gains(rates, hopeful))
+        expected = np.where(has_room & pays[:, None], rates, 0.0)
+        choice = self._choose(expected, likely)
+        if not self.break_even.is_probing:
+            untried = self._untried_width(len(slots), expected, hopeful, choice, likely)
+            if untried is not None:
+                return self._drafts(untried, limits * pays, is_trial=True)
+        was_probing = self.break_even.is_probing
+        probe = self._probe_choice(has_room, likely)
+        price = likely[probe.width - 1] / likely[0] - 1.0 if probe.width > 1 else None
+        verdict = self.break_even.decide(choice.gain, price, len(slots))
+        if verdict is Verdict.PROBE and probe.width > 1:
+            if not was_probing:
+                self.rates.forget_shared()
+                self.rates.forget(slots)
+            return self._drafts(probe.width, limits, is_trial=True)
+        if verdict is Verdict.DRAFT:
+            return self._drafts(choice.width, limits * (pays | self._joining(slots)))
+        self._reviewed, self._until_review = slots.tolist(), _REVIEW_STEPS
+        return self._plain(len(slots), self.break_even.reason)
+
+    def _joining(self, slots: IntArray) -> BoolArray:
+        joins, begins = self.gates.join(slots)
+        if begins.any():
+            self.rates.forget(slots[begins])
+        return joins
+
+    def _seconds(self, size: int) -> tuple[FloatArray, FloatArray]:
+        """Of a whole step by width, as estimated and bounded from below: two of [g + 1]."""
+        step = self.costs.step.seconds(size)
+        assert step is not None
+        draft = self.costs.draft.seconds(size)
+        if draft is None:
+            # Nothing is known: as dear as a step.
+            draft = np.full(self.max_draft_tokens, step[0])
+        return (
+            self._whole_step(step, draft),
+            self._whole_step(self.costs.step.hopeful(size), self.costs.draft.hopeful(size)),
+        )
+
+    def _whole_step(self, step: FloatArray, draft: FloatArray) -> FloatArray:
+        seconds = step.copy()
+        seconds[1:] += draft[-1] if self._drafts_in_blocks else draft
+        return seconds
+
+    def _choose(self, expected: FloatArray, seconds: FloatArray) -> _Choice:
+        width = self._width_rule(expected, expected, seconds)
+        rates = expected_tokens(expected) / seconds
+        return _Choice(width, float(rates[width - 1] / rates[0]))
+
+    def _probe_choice(self, has_room: BoolArray, likely: FloatArray) -> _Choice:
+        if self.break_even.reason is None and not self.break_even.is_probing:
+            # Not asked for while on: should this step be the one that stops, it is not the one
+            # that probes.
+            return _Choice(1, 1.0)
+        return self._choose(np.where(has_room, _HOPED_RATE, 0.0), likely)
+
+    def _untried_width(
+        self,
+        size: int,
+        expected: FloatArray,
+        hopeful: FloatArray,
+        choice: _Choice,
+        likely: FloatArray,
+    ) -> int | None:
+        """A width to measure: it may be better than what is known, and its price is covered."""
+        if bool((hopeful >= likely).all()):
+            return None  # all is measured
+        best = self._choose(expected, hopeful)
+        if best.gain <= choice.gain * _WORTH_TRYING or best.width == 1:
+            return None
+        known = max(1, self.costs.step.largest_measured(size))
+        width = min(best.width, 2 * known)
+        asked = self._asked_as(width - 1)
+        is_measured = self.costs.step.is_measured(size, width) and self.costs.draft.is_measured(
+            size, asked
+        )
+        price = float(likely[width - 1] / likely[0]) - 1.0
+        return None if is_measured or not self.break_even.can_afford(price) else width
+
+    def _drafts(self, width: int, limits: IntArray, is_trial: bool = False) -> DraftPlan:
+        wanted = tuple(np.minimum(limits, self._asked_as(width - 1)).tolist())
+        return DraftPlan(wanted, width, is_trial=is_trial)
+
+    def _plain(self, size: int, reason: PlainReason | None) -> DraftPlan:
+        assert reason is not None
+        self.plain_steps[reason] += 1
+        return DraftPlan((0,) * size, 1, reason=reason)
+
+    def _idle_reason(self, slots: Sequence[int]) -> PlainReason | None:
+        if self._until_review <= 0 or self._reviewed != list(slots):
+            return None
+        self._until_review -= 1
+        return self.break_even.wait()
+
+    def _chances(self, rates: FloatArray, confidences: Sequence[Sequence[float]]) -> FloatArray:
+        given, has_confidence = self._ragged(confidences)
+        if not has_confidence.any():
+            return rates
+        return np.where(has_confidence, self.calibration.chances(given), rates)
+
+    def _ragged(self, confidences: Sequence[Sequence[float]]) -> tuple[FloatArray, BoolArray]:
+        """[B, g] confidences and where there are any."""
+        given = np.zeros((len(confidences), self.max_draft_tokens))
+        has_any = np.zeros(given.shape, dtype=np.bool_)
+        for row, values in enumerate(confidences):
+            count = min(len(values), self.max_draft_tokens)
+            given[row, :count] = values[:count]
+            has_any[row, :count] = True
+        return given, has_any

@@ -1,0 +1,76 @@
+"""Fused rows of every token that this worker has computed: what its drafter is told.
+
+Rank 0 alone keeps them, in host memory, under the logical slots of the KV pool: a page that the
+prefix cache keeps has its rows with it, and a preempted or retried sequence makes them anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvbraid.kv.slots import LogicalSlots
+
+
+class Fusion(Protocol):
+    """What `kvbraid.speculative.tap_fusion.TapFusion` is to its user."""
+
+    @property
+    def tap_layers(self) -> Sequence[int]:
+        """Target layers whose output it reads."""
+        ...
+
+    @property
+    def fused_width(self) -> int:
+        """Numbers of a fused row."""
+        ...
+
+    def fuse(self, taps: Tensor) -> Tensor:
+        """[T, taps, d_t] -> [T, d]."""
+        ...
+
+
+class FusedRows:
+    """Rows by logical slot. Used by rank 0's engine thread only."""
+
+    def __init__(
+        self, fusion: Fusion, *, num_slots: int, logical_page_size: int, dtype: torch.dtype
+    ) -> None:
+        """num_slots: of the KV pool, the sink page included. Memory is touched as it is used."""
+        self._fusion = fusion
+        self._page_size = logical_page_size
+        self._rows = torch.empty(num_slots, fusion.fused_width, dtype=dtype)
+        self._is_held: NDArray[np.bool_] = np.zeros(num_slots, dtype=np.bool_)
+
+    @property
+    def layers(self) -> Sequence[int]:
+        """Target layers to tap."""
+        return self._fusion.tap_layers
+
+    def take(self, slots: LogicalSlots, taps: Tensor) -> None:
+        """Fuse and keep the taps [T, m, d_t] of the tokens in `slots`; those in the sink page are
+        padding."""
+        is_real = slots.array >= self._page_size
+        rows = self._fusion.fuse(taps).to(device="cpu", dtype=self._rows.dtype)
+        ids = slots.array[is_real]
+        self._rows[torch.from_numpy(ids)] = rows[torch.from_numpy(is_real)]
+        self._is_held[ids] = True
+
+    def renew(self, pages: Sequence[int]) -> None:
+        """These pages have a new owner: what was kept for them is another sequence's."""
+        for page in pages:
+            self._is_held[page * self._page_size : (page + 1) * self._page_size] = False
+
+    def num_missing(self, slots: LogicalSlots) -> int:
+        """How many of `slots`, in order of position, end with one that has no row here."""
+        missing = np.flatnonzero(~self._is_held[slots.array])
+        return int(missing[-1]) + 1 if len(missing) else 0
+
+    def read(self, slots: LogicalSlots) -> Tensor:
+        """Their rows, [n, d], a copy. Every one must be held."""
+        return self._rows[torch.from_numpy(slots.array)]
