@@ -26,6 +26,16 @@ class Proposes(Protocol):
         """Sequences held."""
         ...
 
+    @property
+    def num_evicted(self) -> int:
+        """Sequences that lost their rows for others' room, since the start."""
+        ...
+
+    @property
+    def num_free_tokens(self) -> int:
+        """Rows that its KV has room for now."""
+        ...
+
     def step(self, tasks: Sequence[DraftTask]) -> list[Answer]:
         """One answer a task, in order; no two tasks of one key."""
         ...
@@ -92,6 +102,8 @@ class Batcher:
         # in half the time of a condition.
         self._arrivals: SimpleQueue[Job | None] = SimpleQueue()
         self._is_closed = False
+        self._num_pool_tokens = proposer.num_free_tokens
+        self._num_evicted = 0
         # The compute thread's own.
         self._steps: deque[Job] = deque()
         self._chunks: deque[Job] = deque()
@@ -130,7 +142,12 @@ class Batcher:
         self._metrics.observe_part(
             "propose" if job.stream is not None else "ingest", result.compute_s
         )
-        self._metrics.held_sequences.set(self._proposer.num_sequences)
+        proposer, metrics = self._proposer, self._metrics
+        metrics.held_sequences.set(proposer.num_sequences)
+        num_free, num_evicted = proposer.num_free_tokens, proposer.num_evicted
+        metrics.set_pool(num_used=max(0, self._num_pool_tokens - num_free), num_free=num_free)
+        metrics.count_evicted(num_evicted - self._num_evicted)
+        self._num_evicted = num_evicted
         self._metrics.observe_batch(
             num_sequences=sum(len(job.tasks) for job, _ in computed),
             num_rows=sum(

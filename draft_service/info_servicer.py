@@ -42,6 +42,7 @@ class DraftInfoServicer(info_pb2_grpc.InfoServiceServicer):
             model_digest=self._terms.drafter_digest,
             max_model_len=self._terms.max_position,
             num_pool_tokens=self._identity.num_pool_tokens,
+            num_free_tokens=self._proposer.num_free_tokens,
             num_running=self._proposer.num_sequences,
             max_num_seqs=self._terms.max_sequences,
             metrics_address=self._identity.metrics_address,

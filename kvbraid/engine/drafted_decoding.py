@@ -132,6 +132,8 @@ class DraftedDecoding:
 
     def open_grant(self, sequence: Sequence) -> DraftGrant | None:
         """See Speculation. The drafter gets the prompt's rows there, and none of them from here."""
+        if sequence.request.sampling.max_draft_tokens == 0:
+            return None
         told, num_rows = self._telling(sequence), len(sequence.token_ids)
         grant = self._drafting.open_grant(told.key, num_rows)
         if grant is not None:
@@ -192,6 +194,7 @@ class DraftedDecoding:
             for t, n, a in zip(told, num_verified, num_accepted, strict=True)
             if t.num_proposed
         ]
+        self._report.tap_s = self._rows.take_tap_seconds()
         self._report.draft_s, self._report.verify_s = self._round.draft_s, seconds
         self._on_report(self._report)
 

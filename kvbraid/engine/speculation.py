@@ -24,10 +24,11 @@ class VerifiedWindow(NamedTuple):
 @dataclass(slots=True)
 class SpeculationReport:
     """Figures of one step for metrics; times in seconds. plain: sequences that got no drafts, by
-    reason."""
+    reason. tap_s: part of verify_s."""
 
     windows: list[VerifiedWindow] = field(default_factory=list)
     plain: Counter[str] = field(default_factory=Counter)
+    tap_s: float = 0.0
     draft_s: float = 0.0
     verify_s: float = 0.0
 

@@ -83,6 +83,7 @@ class DraftKv:
                 f"{page_size} must be >= 1"
             )
         num_pages = 1 + -(-num_kv_tokens // page_size)
+        self.page_size = page_size
         stripe = StripeLayout(1, 0, page_size)
         self.device = device
         self._window = window

@@ -26,6 +26,8 @@ class DraftSequences:
         self._kv = kv
         self._free_slots = list(reversed(range(max_sequences)))
         self._by_key: OrderedDict[str, DraftSequence] = OrderedDict()
+        self.num_evicted = 0
+        """Sequences that lost their rows for others' room, since the start."""
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -79,7 +81,7 @@ class DraftSequences:
             oldest = next((key for key in self._by_key if key not in in_step), None)
             if oldest is None:
                 return None
-            self.drop(oldest)
+            self._evict(oldest)
         return DraftSequence(self._free_slots.pop(), first, first)
 
     def _restart(self, sequence: DraftSequence, first: int) -> None:
@@ -100,5 +102,9 @@ class DraftSequences:
         if num_free < num_pages:
             return False
         for key in victims:
-            self.drop(key)
+            self._evict(key)
         return True
+
+    def _evict(self, key: str) -> None:
+        self.num_evicted += 1
+        self.drop(key)

@@ -6,6 +6,7 @@ prefix cache keeps has its rows with it, and a preempted or retried sequence mak
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -45,6 +46,7 @@ class FusedRows:
         self._fusion = fusion
         self._page_size = logical_page_size
         self._rows = torch.empty(num_slots, fusion.fused_width, dtype=dtype)
+        self._tap_s = 0.0
         self._is_held: NDArray[np.bool_] = np.zeros(num_slots, dtype=np.bool_)
 
     @property
@@ -55,11 +57,18 @@ class FusedRows:
     def take(self, slots: LogicalSlots, taps: Tensor) -> None:
         """Fuse and keep the taps [T, m, d_t] of the tokens in `slots`; those in the sink page are
         padding."""
+        began = time.monotonic()
         is_real = slots.array >= self._page_size
         rows = self._fusion.fuse(taps).to(device="cpu", dtype=self._rows.dtype)
         ids = slots.array[is_real]
         self._rows[torch.from_numpy(ids)] = rows[torch.from_numpy(is_real)]
         self._is_held[ids] = True
+        self._tap_s += time.monotonic() - began
+
+    def take_tap_seconds(self) -> float:
+        """Seconds that `take` took since the last call of this."""
+        seconds, self._tap_s = self._tap_s, 0.0
+        return seconds
 
     def renew(self, pages: Sequence[int]) -> None:
         """These pages have a new owner: what was kept for them is another sequence's."""

@@ -62,6 +62,16 @@ class Proposer:
         """Sequences held."""
         return len(self._sequences)
 
+    @property
+    def num_evicted(self) -> int:
+        """Sequences that lost their rows for others' room, since the start."""
+        return self._sequences.num_evicted
+
+    @property
+    def num_free_tokens(self) -> int:
+        """Rows that the KV has room for now, in whole pages."""
+        return self.kv.num_free_pages * self.kv.page_size
+
     @torch.inference_mode()
     def step(self, tasks: Sequence[DraftTask]) -> list[Answer]:
         """One answer a task, in order; one batched forward for all of them a draft position.

@@ -54,7 +54,7 @@ async def drafting_of(rank: Rank) -> AsyncIterator[RankSpeculation]:
     if rank.built.fused_rows is None:
         yield RankSpeculation(PlainDecoding())
         return
-    observer = SpeculationObserver(rank.metrics.speculation)
+    observer = SpeculationObserver(rank.metrics.speculation, is_remote=bool(settings.draft_worker))
     async with AsyncExitStack() as stack:
         if rank.role == "prefill":
             yield RankSpeculation(await _prompt_rows(rank, rank.built.fused_rows, stack))
@@ -211,8 +211,10 @@ def _policy(settings: SpeculativeSettings, config: AnyDrafterConfig) -> DraftPol
 class SpeculationObserver:
     """Counts what a step drafted and verified; called in the engine thread."""
 
-    def __init__(self, metrics: SpeculationMetrics) -> None:
+    def __init__(self, metrics: SpeculationMetrics, *, is_remote: bool) -> None:
+        """is_remote: RemoteDrafting itself tells the wire's time from the drafter's."""
         self._metrics = metrics
+        self._is_remote = is_remote
 
     def __call__(self, report: SpeculationReport) -> None:
         """One step."""
@@ -225,5 +227,7 @@ class SpeculationObserver:
         for reason, count in report.plain.items():
             self._metrics.count_fallback(reason, count)
         if report.windows:
-            self._metrics.observe_part("draft", report.draft_s)
+            self._metrics.observe_part("tap", report.tap_s)
+            if not self._is_remote:
+                self._metrics.observe_part("draft", report.draft_s)
             self._metrics.observe_part("verify", report.verify_s)

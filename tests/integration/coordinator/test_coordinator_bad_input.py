@@ -124,6 +124,7 @@ GRPC_ONLY = [
     one("temperature", INFINITY, "inf"),
     one("top_p", NAN, "nan"),
     one("top_logprobs", 21, "0 to 20"),
+    one("max_draft_tokens", 65, "0 to 64"),
     Bad("no input", ("input", "prompt, chat, prompt_ids"), grpc={}),
     Bad("request_id too long", ("request_id",), grpc={"prompt": "hi", "request_id": "r" * 129}),
     Bad("request_id unprintable", ("request_id",), grpc={"prompt": "hi", "request_id": "a\nb"}),

@@ -53,6 +53,9 @@ class ScriptedProposer:
         self.gate.set()
         self.arrived = threading.Event()
 
+    num_evicted = 0
+    num_free_tokens = 1 << 20
+
     @property
     def num_sequences(self) -> int:
         return len(self.rows)

@@ -19,6 +19,8 @@ class Recorder:
     """A proposer that writes down its calls, in order."""
 
     num_sequences = 0
+    num_evicted = 0
+    num_free_tokens = 64
 
     def __init__(self) -> None:
         self.calls: list[list[str]] = []

@@ -130,8 +130,10 @@ def test_a_full_pool_evicts_the_least_recently_used(config: AnyDrafterConfig) ->
     proposer.step([a.task(32, 4)])
     proposer.step([b.task(32, 4)])
     proposer.step([a.task(34, 4)])
+    assert (proposer.num_evicted, proposer.num_sequences) == (0, 2)
     (answer,) = proposer.step([c.task(32, 4)])
     check(answer, expected(drafter, c, 4))
+    assert (proposer.num_evicted, proposer.num_sequences) == (1, 2)
     answers = proposer.step([a.task(36, 4), b.task(34, 4)])
     check(answers[0], expected(drafter, a, 4))
     assert answers[1] == Resync(0), "b was the oldest"
@@ -144,6 +146,7 @@ def test_slots_run_out_like_pages(config: AnyDrafterConfig) -> None:
     proposer.step([a.task(5, 4), b.task(6, 4)])
     (answer,) = proposer.step([c.task(7, 4)])
     check(answer, expected(drafter, c, 4))
+    assert proposer.num_evicted == 1
     assert proposer.step([a.task(6, 4)]) == [Resync(0)]
     answers = proposer.step([s.task(8, 4, first=0) for s in (a, b, c)])
     assert answers[2] == Proposal() or answers[0] == Proposal()
@@ -179,7 +182,9 @@ def test_nothing_is_evicted_in_vain(config: AnyDrafterConfig) -> None:
     proposer = poisoned(drafter, num_kv_tokens=48, page_size=PAGE)
     small, large = stream("small", config), stream("large", config)
     proposer.step([small.task(12, 4)])
+    num_free = proposer.num_free_tokens
     assert proposer.step([large.task(70, 4)]) == [Proposal()]
+    assert (proposer.num_evicted, proposer.num_free_tokens) == (0, num_free)
     (answer,) = proposer.step([small.task(14, 4)])
     check(answer, expected(drafter, small, 4))
 

@@ -22,7 +22,7 @@ GOOD: list[tuple[str, Any]] = [
     ("top_k", None), ("min_p", 0.0), ("min_p", 1.0), ("presence_penalty", -2.0),
     ("presence_penalty", 2.0), ("frequency_penalty", -2.0), ("frequency_penalty", 2.0),
     ("repetition_penalty", 0.01), ("repetition_penalty", 10.0), ("seed", 0), ("seed", 2**64 - 1),
-    ("top_logprobs", 0), ("top_logprobs", 20), ("n", 1), ("n", 16), ("max_tokens", 1),
+    ("top_logprobs", 0), ("top_logprobs", 20), ("max_draft_tokens", 0), ("max_draft_tokens", 64), ("n", 1), ("n", 16), ("max_tokens", 1),
     ("min_tokens", 0), ("stop", ("x" * 256,)), ("stop", ("a",) * 16), ("stop_token_ids", (0, 99)),
     ("logit_bias", {0: -100.0, 99: 100.0}),
 ]  # fmt: skip
@@ -37,7 +37,8 @@ BAD: list[tuple[str, Any, str]] = [
     ("repetition_penalty", 0.0, "0.01 to 10.0"),
     ("repetition_penalty", 10.1, "0.01 to 10.0"), ("seed", -1, f"0 to {2**64 - 1}"),
     ("seed", 2**64, f"0 to {2**64 - 1}"), ("top_logprobs", -1, "0 to 20"),
-    ("top_logprobs", 21, "0 to 20"), ("n", 0, "1 to 16"), ("n", 17, "1 to 16"),
+    ("top_logprobs", 21, "0 to 20"), ("max_draft_tokens", 65, "0 to 64"),
+    ("max_draft_tokens", -1, "0 to 64"), ("n", 0, "1 to 16"), ("n", 17, "1 to 16"),
     ("max_tokens", 0, "at least 1"), ("min_tokens", -1, "at least 0"),
     ("stop", ("",), "1 to 256 characters"), ("stop", ("x" * 257,), "1 to 256 characters"),
     ("stop", ("a",) * 17, "at most 16"), ("stop_token_ids", (5, 100), "token ids 0 to 99"),
