@@ -86,8 +86,8 @@ def measure(model: str, mover: str, at_once: int) -> list[BenchmarkRow]:
         asyncio.run(send(cluster.coordinator.grpc, prompts, at_once))
         after = {name: samples(r.metrics, lag) for name, r in reports.items()}
         prefill = cluster.workers["prefill-0"].metrics
-        (sent,) = samples(prefill, "kvbraid_handoff_bytes_total").values()
-        (seconds,) = samples(prefill, "kvbraid_handoff_duration_seconds_sum").values()
+        sent = sum(samples(prefill, "kvbraid_handoff_bytes_total").values())
+        seconds = sum(samples(prefill, "kvbraid_handoff_duration_seconds_sum").values())
     name = f"{mover}, {at_once} at a time"
     rows = [
         BenchmarkRow(

@@ -22,8 +22,9 @@ GOOD: list[tuple[str, Any]] = [
     ("top_k", None), ("min_p", 0.0), ("min_p", 1.0), ("presence_penalty", -2.0),
     ("presence_penalty", 2.0), ("frequency_penalty", -2.0), ("frequency_penalty", 2.0),
     ("repetition_penalty", 0.01), ("repetition_penalty", 10.0), ("seed", 0), ("seed", 2**64 - 1),
-    ("top_logprobs", 0), ("top_logprobs", 20), ("max_draft_tokens", 0), ("max_draft_tokens", 64), ("n", 1), ("n", 16), ("max_tokens", 1),
-    ("min_tokens", 0), ("stop", ("x" * 256,)), ("stop", ("a",) * 16), ("stop_token_ids", (0, 99)),
+    ("top_logprobs", 0), ("top_logprobs", 20), ("max_draft_tokens", 0), ("max_draft_tokens", 64),
+    ("n", 1), ("n", 16), ("max_tokens", 1), ("min_tokens", 0), ("stop", ("x" * 256,)),
+    ("stop", ("a",) * 16), ("stop_token_ids", (0, 99)),
     ("logit_bias", {0: -100.0, 99: 100.0}),
 ]  # fmt: skip
 BAD: list[tuple[str, Any, str]] = [
