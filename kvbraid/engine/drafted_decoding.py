@@ -80,12 +80,13 @@ class GrantingDrafting(Drafting, Protocol):
 
 @dataclass(slots=True)
 class _Told:
-    """A sequence that the drafter knows. number: the policy's. num_rows: rows that the drafter
-    holds as far as we know."""
+    """A sequence that the drafter knows. number: the policy's. stops: tokens that end it.
+    num_rows: rows that the drafter holds as far as we know."""
 
     key: str
     number: int
-    num_rows: int
+    stops: frozenset[int]
+    num_rows: int = 0
     num_proposed: int = 0
     confidences: tuple[float, ...] = ()
 
@@ -175,13 +176,18 @@ class DraftedDecoding:
         told = [self._round.told[d.slot] for d in plan.decodes]
         num_accepted = [max(0, len(tokens.get(d.slot, ())) - 1) for d in plan.decodes]
         num_verified = [len(d.drafts) for d in plan.decodes]
+        # Behind an accepted token that ends the generation there is nothing to agree about.
+        num_judged = [
+            a if not t.stops.isdisjoint(tokens.get(d.slot, ())[:a]) else n
+            for d, t, n, a in zip(plan.decodes, told, num_verified, num_accepted, strict=True)
+        ]
         self.policy.record(
             StepOutcome(
                 slots=[t.number for t in told],
                 width=1 + max(num_verified),
-                num_verified=num_verified,
+                num_verified=num_judged,
                 num_accepted=num_accepted,
-                confidences=[t.confidences[:n] for t, n in zip(told, num_verified, strict=True)],
+                confidences=[t.confidences[:n] for t, n in zip(told, num_judged, strict=True)],
                 num_asked=self._round.num_asked,
                 num_drafting=self._round.num_drafting,
                 draft_seconds=self._round.draft_s,
@@ -210,7 +216,8 @@ class DraftedDecoding:
         told = self._told.get(key)
         if told is None:
             name = f"{key.request_id}/{key.attempt}/{key.completion}"
-            told = self._told[key] = _Told(name, self.policy.open(), 0)
+            stops = frozenset(sequence.request.sampling.stop_token_ids)
+            told = self._told[key] = _Told(name, self.policy.open(), stops)
         return told
 
     def _limit(self, sequence: Sequence) -> int:

@@ -20,6 +20,7 @@ from kvbraid.engine.speculation import SpeculationReport
 from kvbraid.engine.step_plan import StepPlan
 from kvbraid.kv.slots import slots_of
 from kvbraid.request import FinishReason, SamplingParams
+from kvbraid.speculative.draft_policy import StepOutcome
 from kvbraid.speculative.fixed_policy import FixedPolicy
 from kvbraid.speculative.fused_rows import FusedRows
 from kvbraid.speculative.proposal import Answer, DraftTask, Proposal, Resync
@@ -120,12 +121,14 @@ class RowKeeper:
 
 
 def drafted_engine(
-    drafter: ToyDrafter, on_report: Callable[[SpeculationReport], None] = lambda report: None,
+    drafter: ToyDrafter,
+    on_report: Callable[[SpeculationReport], None] = lambda report: None,
+    policy: FixedPolicy | None = None,
     **options: int,
-) -> ScriptedEngine:  # fmt: skip
+) -> ScriptedEngine:
     rows = FusedRows(Fused(), num_slots=NUM_SLOTS, logical_page_size=PAGE, dtype=torch.float32)
     speculation = DraftedDecoding(
-        drafter, rows, FixedPolicy(drafter.max_draft_tokens), logical_page_size=PAGE,
+        drafter, rows, policy or FixedPolicy(drafter.max_draft_tokens), logical_page_size=PAGE,
         max_model_len=options.get("max_model_len", 250), vocab_size=VOCAB, on_report=on_report,
     )  # fmt: skip
     engine = ScriptedEngine(speculation=speculation, **options)  # type: ignore[arg-type]
@@ -178,6 +181,28 @@ def test_limits_end_inside_a_window() -> None:
     assert engine.chunks("stop")[-1].chunk.finish_reason is FinishReason.STOP
     assert engine.tokens("length") == tokens[:7]
     assert engine.chunks("length")[-1].chunk.finish_reason is FinishReason.LENGTH
+
+
+def test_drafts_behind_an_accepted_stop_are_not_held_against_the_drafter() -> None:
+    outcomes: list[StepOutcome] = []
+
+    class Recording(FixedPolicy):
+        def record(self, outcome: StepOutcome) -> None:
+            outcomes.append(outcome)
+
+    tokens = expected([1, 2, 3], 30)
+
+    def right_up_to_the_stop(known: list[int], num_wanted: int) -> list[int]:
+        return [t if t != tokens[9] else 999 for t in right(known, num_wanted)]
+
+    drafter = ToyDrafter(right_up_to_the_stop)
+    engine = drafted_engine(drafter, policy=Recording(drafter.max_draft_tokens))
+    sampling = SamplingParams(temperature=0.0, seed=1, max_tokens=30, stop_token_ids=(tokens[8],))
+    engine.submit("a", [1, 2, 3], sampling=sampling)
+    engine.run(idle())
+    assert engine.tokens("a") == tokens[:9]
+    assert [list(o.num_verified) for o in outcomes] == [[4], [3]]
+    assert [list(o.num_accepted) for o in outcomes] == [[4], [3]]
 
 
 def test_context_limit_ends_inside_a_window() -> None:
