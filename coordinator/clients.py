@@ -151,6 +151,7 @@ class PrefillCall:
         call = stub.Prefill(message, timeout=timeout_s, metadata=_metadata(request.ref))
         self._stream: _StreamCall[prefill_pb2.PrefillResponse] = _StreamCall(call, peer)
         self.peer = peer
+        self.cancel = self._stream.cancel
 
     async def events(self) -> AsyncIterator[FirstToken | HandoffDone]:
         """The first token, then the end of the handoff."""

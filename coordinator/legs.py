@@ -40,6 +40,7 @@ class Legs:
             expect_handoff=placement.prefill is not None,
             timeout_s=deadline.remaining(),
         )
+        self._cancel_prefill: Callable[[], None] = lambda: None
         self._prefill_task: asyncio.Task[None] | None = None
         self._start_task: asyncio.Task[None] | None = None
         self._next: asyncio.Task[TokenChunk | None] | None = None
@@ -67,6 +68,7 @@ class Legs:
         assert self._placement.prefill is not None
         client = self._clients.prefill(self._placement.prefill.address)
         prefill = client.open(self._request, self._grant, timeout_s=self._deadline.remaining())
+        self._cancel_prefill = prefill.cancel
         self._prefill_task = self._supervise(self._follow_prefill(prefill))
         self._next = self._supervise(self._decode.read())
         first = await self._first
@@ -92,6 +94,8 @@ class Legs:
         """Cancels what still runs; the workers free what the request held."""
         self._has_failed = True
         self._decode.cancel()
+        # Its reader may be between two messages, where ending the reader would not end the call.
+        self._cancel_prefill()
         tasks: list[asyncio.Task[Any] | None] = [self._prefill_task, self._start_task, self._next]
         running = [task for task in tasks if task is not None]
         for task in running:
