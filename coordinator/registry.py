@@ -178,7 +178,8 @@ class Registry:
     async def wait_changed(self, timeout_s: float) -> None:
         """Returns when a worker changed or after `timeout_s`."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
 
     def suspect(self, worker: Worker) -> None:
         """A call to `worker` failed in a way that says it may be gone."""
@@ -227,7 +228,8 @@ class Registry:
                     worker.is_answering = False
             self._note_change()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(worker.poll_now.wait(), self._poll_s)
+                async with asyncio.timeout(self._poll_s):
+                    await worker.poll_now.wait()
 
     async def _follow_name(self, pool: Pool, target: str) -> None:
         """Keeps one worker for every address that a DNS name has."""

@@ -60,7 +60,8 @@ async def _serve(config: DraftConfig) -> int:
     finally:
         batcher.close()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(thread.finished), _STOP_GRACE_S)
+            async with asyncio.timeout(_STOP_GRACE_S):
+                await asyncio.shield(thread.finished)
 
 
 async def _run(

@@ -72,7 +72,8 @@ class Admission:
     async def wait_idle(self, seconds: float) -> bool:
         """Wait for the running calls to end; False when some still run after `seconds`."""
         try:
-            await asyncio.wait_for(self._idle.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await self._idle.wait()
         except TimeoutError:
             return False
         return True

@@ -255,7 +255,8 @@ class KvSender:
                 await self._push_first(lane, call)
                 continue
             try:
-                await asyncio.wait_for(lane.wake.wait(), heartbeat_s)
+                async with asyncio.timeout(heartbeat_s):
+                    await lane.wake.wait()
             except TimeoutError:
                 await call.send(lane.heartbeat(transfer.grant, self._rank))
 

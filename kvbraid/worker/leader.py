@@ -90,7 +90,8 @@ async def lead(rank: Rank, add_services: AddServices) -> int:
         if not thread.finished.done():
             engine.stop()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.shield(thread.finished), _ENGINE_STOP_GRACE_S)
+                async with asyncio.timeout(_ENGINE_STOP_GRACE_S):
+                    await asyncio.shield(thread.finished)
         if thread.failure.done():
             raise EngineFailedError(thread.failure.result())
         return code

@@ -272,7 +272,8 @@ class RemoteDrafting:
 
         self._link.post(stream.step_message((), dropped, resolve), stream)
         try:
-            return await asyncio.wait_for(answer, self._probe_timeout_s)
+            async with asyncio.timeout(self._probe_timeout_s):
+                return await answer
         except TimeoutError:
             return None
 

@@ -62,6 +62,18 @@ def test_environment_is_read_by_settings_and_ranks_only(trees: dict[str, ast.Mod
     assert [name for name in sorted(readers) if not name.startswith(ENVIRONMENT_READERS)] == []
 
 
+def test_no_wait_loses_a_cancellation(trees: dict[str, ast.Module]) -> None:
+    """On Python 3.11 asyncio.wait_for loses one that meets the end of the wait: a loop that is
+    cancelled then goes on, and whoever stops it waits for ever. asyncio.timeout does not."""
+    users = {
+        name
+        for name, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "asyncio.wait_for"
+    }
+    assert sorted(users) == []
+
+
 def test_nothing_is_pickled_or_evaluated(trees: dict[str, ast.Module]) -> None:
     for name, tree in trees.items():
         for node in ast.walk(tree):
