@@ -12,10 +12,10 @@ from draft_service.misfit import open_fitting_drafter
 from kvbraid.errors import ConfigError
 from kvbraid.model.loader import load_config, model_digest
 from kvbraid.speculative.drafter import load_drafter
-from kvbraid.speculative.drafter_config import AnyDrafterConfig, DSparkConfig
-from kvbraid.speculative.drafter_digest import drafter_digest
+from kvbraid.speculative.drafter_config import AnyDrafterConfig
 from kvbraid.speculative.proposer import Proposer
 from kvbraid.transport.draft_terms import DraftTerms
+from kvbraid.worker.drafter_terms import drafter_terms
 from kvbraid.worker.memory import free_bytes
 from kvbraid.worker.rank_assembly import compute_device, compute_dtype
 
@@ -47,19 +47,13 @@ def load(config: DraftConfig, epoch: int) -> LoadedDrafter:
     drafter = load_drafter(path, target_path, dtype=dtype, device=device)
     max_position = config.model.max_model_len or target.max_position_embeddings
     num_tokens = _num_kv_tokens(config, opened.config, max_position, dtype, device)
-    terms = DraftTerms(
+    terms = drafter_terms(
+        opened,
         epoch=epoch,
-        drafter_kind="dspark" if isinstance(opened.config, DSparkConfig) else "eagle3",
-        drafter_digest=drafter_digest(opened),
         target_digest=model_digest(target_path),
-        hidden_size=opened.config.hidden_size,
-        row_dtype=str(dtype).removeprefix("torch."),
-        tap_layers=opened.config.tap_layers,
+        dtype=dtype,
         max_draft_tokens=_max_draft_tokens(config, opened.config),
-        predicts_from_anchor=getattr(opened.config, "predicts_from_anchor", True),
-        vocab_size=opened.config.vocab_size,
-        draft_vocab_size=opened.config.draft_vocab_size,
-        max_rows_per_message=_max_rows(config, opened.config.hidden_size * dtype.itemsize),
+        max_rows_per_message=_max_rows(config, opened.config.fused_width * dtype.itemsize),
         max_sequences=config.draft.max_sequences,
         max_position=max_position,
     )

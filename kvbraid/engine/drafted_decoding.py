@@ -19,6 +19,7 @@ from kvbraid.engine.sequence import Sequence, SequenceKey
 from kvbraid.engine.speculation import SpeculationReport, VerifiedWindow
 from kvbraid.engine.step_plan import StepPlan
 from kvbraid.kv.slots import LogicalSlots, slots_of
+from kvbraid.request import SamplingParams
 from kvbraid.sampling_key import sampling_key
 from kvbraid.speculative.acceptance import usable_drafts
 from kvbraid.speculative.break_even import PlainReason
@@ -85,6 +86,7 @@ class _Told:
 
     key: str
     number: int
+    sampling: DraftSampling
     stops: frozenset[int]
     num_rows: int = 0
     num_proposed: int = 0
@@ -216,8 +218,10 @@ class DraftedDecoding:
         told = self._told.get(key)
         if told is None:
             name = f"{key.request_id}/{key.attempt}/{key.completion}"
-            stops = frozenset(sequence.request.sampling.stop_token_ids)
-            told = self._told[key] = _Told(name, self.policy.open(), stops)
+            sampling = sequence.request.sampling
+            stops = frozenset(sampling.stop_token_ids)
+            drawing = _drawing(sampling, key.completion)
+            told = self._told[key] = _Told(name, self.policy.open(), drawing, stops)
         return told
 
     def _limit(self, sequence: Sequence) -> int:
@@ -265,10 +269,6 @@ class DraftedDecoding:
         num_missing = self._rows.num_missing(self._slots(sequence, first, newest))
         first += num_missing
         end = min(newest, first + _MAX_ROWS)
-        sampling = sequence.request.sampling
-        assert sampling.seed is not None
-        key = sampling_key(sampling.seed, sequence.request.key.completion)
-        is_greedy = sampling.is_greedy or sampling.top_k == 1
         return DraftTask(
             key=told.key,
             first_position=first,
@@ -276,12 +276,19 @@ class DraftedDecoding:
             next_token_ids=tuple(sequence.token_ids[first + 1 : end + 1]),
             anchor_id=sequence.token_ids[end],
             num_wanted=num_wanted if end == newest else 0,
-            sampling=DraftSampling(
-                0.0 if is_greedy else sampling.temperature,
-                key - (1 << 64) if key >= 1 << 63 else key,
-            ),
+            sampling=told.sampling,
             starts_cold=num_missing > 0,
         )
 
     def _slots(self, sequence: Sequence, first: int, end: int) -> LogicalSlots:
         return slots_of(sequence.pages, np.arange(first, end), self._page_size)
+
+
+def _drawing(sampling: SamplingParams, completion: int) -> DraftSampling:
+    """How the target draws, for a drafter that draws with the same noise."""
+    assert sampling.seed is not None
+    key = sampling_key(sampling.seed, completion)
+    is_greedy = sampling.is_greedy or sampling.top_k == 1
+    return DraftSampling(
+        0.0 if is_greedy else sampling.temperature, key - (1 << 64) if key >= 1 << 63 else key
+    )

@@ -1,8 +1,8 @@
 """Products with few rows on CPU: a batch of decoding sequences, or a verify window.
 
-MKL's plain sgemm with 4 to 8 rows reaches a third of its speed with many; with the matrix packed
-beforehand it streams it almost as fast as a single row does. SmolLM2-135M's layers with 8 rows on
-two cores: 37 ms plain, 25 ms packed.
+MKL's plain sgemm is slow with 4 to 8 rows: it neither streams the matrix as for one row nor blocks
+it as for many. A matrix that is packed beforehand is read faster (benchmarks/cpu_decode.py, 8
+streams).
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 
 _SPIN_VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
-# libgomp's own count is 300,000 turns, about a millisecond on a core that another process needs.
+# libgomp's own count is 300,000 turns, on a core that another process needs.
 _BRIEF_SPIN_COUNT = "1000"
 
 

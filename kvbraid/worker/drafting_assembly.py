@@ -25,6 +25,7 @@ from kvbraid.speculative.proposer import Proposer
 from kvbraid.speculative.verify_budget import best_width
 from kvbraid.telemetry.speculation_metrics import SpeculationMetrics
 from kvbraid.transport.draft_terms import DraftPeer, DraftTerms
+from kvbraid.worker.drafter_terms import drafter_terms
 from kvbraid.worker.rank import Rank
 from kvbraid.worker.rank_assembly import BuiltRank, RankSettings
 from kvbraid.worker.receiving_drafting import ReceivingDrafting
@@ -138,20 +139,13 @@ async def _receiving(rank: Rank, observer: OnReport) -> RankSpeculation:
 
 
 def _terms(rank: Rank, opened: OpenedDrafter, max_drafts: int) -> DraftTerms:
-    config, dtype = opened.config, rank.built.dtype
-    row_bytes = config.fused_width * dtype.itemsize
-    return DraftTerms(
+    row_bytes = opened.config.fused_width * rank.built.dtype.itemsize
+    return drafter_terms(
+        opened,
         epoch=rank.incarnation,
-        drafter_kind="dspark" if isinstance(config, DSparkConfig) else "eagle3",
-        drafter_digest=drafter_digest(opened),
         target_digest=rank.layout.model_digest,
-        hidden_size=config.fused_width,
-        row_dtype=str(dtype).removeprefix("torch."),
-        tap_layers=config.tap_layers,
+        dtype=rank.built.dtype,
         max_draft_tokens=max_drafts,
-        predicts_from_anchor=not isinstance(config, DSparkConfig) or config.predicts_from_anchor,
-        vocab_size=config.vocab_size,
-        draft_vocab_size=config.draft_vocab_size,
         max_rows_per_message=max(1, _MESSAGE_ROWS_BYTES // row_bytes),
         max_sequences=rank.settings.scheduler.max_num_seqs,
         max_position=rank.max_model_len,

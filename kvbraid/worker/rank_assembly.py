@@ -172,10 +172,7 @@ def build_rank(
         device=device,
     )
     spec = _kv_spec(config, layout, context.rank, dtype)
-    num_pages = _agreed_num_pages(settings, spec, stripe, groups.control, max_model_len, device)
-    pool = StripedPagePool(spec, num_pages, stripe, device)
-    if settings.kv.poison_kv:
-        pool.fill_nan()
+    pool = _pool(settings, spec, stripe, groups.control, max_model_len, device)
     max_pages = -(-max_model_len // stripe.logical_page_size)
     state = RankState(settings.scheduler.max_num_seqs, max_pages)
     fused_rows = _fused_rows(settings, context, config, pool, dtype)
@@ -198,7 +195,24 @@ def build_rank(
         control_group=groups.control,
         guard=make_guard(parallel.debug_guard, groups.control, state),
     )
-    return BuiltRank(executor, pool, runner, state, num_pages, backend, device, dtype, fused_rows)
+    return BuiltRank(
+        executor, pool, runner, state, pool.num_pages, backend, device, dtype, fused_rows
+    )
+
+
+def _pool(
+    settings: RankSettings,
+    spec: KvSpec,
+    stripe: StripeLayout,
+    control_group: Group,
+    max_model_len: int,
+    device: torch.device,
+) -> StripedPagePool:
+    num_pages = _agreed_num_pages(settings, spec, stripe, control_group, max_model_len, device)
+    pool = StripedPagePool(spec, num_pages, stripe, device)
+    if settings.kv.poison_kv:
+        pool.fill_nan()
+    return pool
 
 
 def _max_decode_tokens(settings: RankSettings, config: ModelConfig) -> int:

@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 
-from kvbraid.chat_template import ChatTemplate
-from kvbraid.request import ChatMessage, SamplingParams
-from kvbraid.tokenizer import load_tokenizer
+from kvbraid.request import SamplingParams
+from tools.chat_prompt import chat_prompt_ids
 from tools.engine_world import Case, EngineWorld, Outcome, Prompt
 
 ASSETS = Path(__file__).parents[1] / "assets"
@@ -110,7 +109,7 @@ def test_accepted_counts_are_the_reference_loops(world: EngineWorld, kind: str) 
     """Every window with all its drafts, from the first step to the last; again where the prompt
     comes from the prefix cache (vLLM #47930)."""
     for row in reference("acceptance")[:3]:
-        prompt = chat_ids(row["prompt"])
+        prompt = tuple(chat_prompt_ids(MODEL, row["prompt"]))
         assert len(prompt) == row["n_prompt"]
         asked = Prompt(prompt, max_tokens=row["n_output"])
         outcome = world.run(drafting(kind, page_size=4), [[asked], [asked]])
@@ -122,15 +121,6 @@ def test_accepted_counts_are_the_reference_loops(world: EngineWorld, kind: str) 
         assert counts[:cut] == counts[cut:]
         assert counts[:cut] == expected[:cut]
         assert cut >= len(expected) - 1
-
-
-def chat_ids(text: str) -> tuple[int, ...]:
-    tokenizer = load_tokenizer(MODEL)
-    facts = tokenizer.facts
-    assert facts.chat_template is not None
-    template = ChatTemplate(facts.chat_template, facts.named_tokens)
-    rendered = template.render([ChatMessage("user", text)])
-    return tuple(tokenizer.encode(rendered, add_special_tokens=False))
 
 
 def is_full(step: list[Any], reference_row: dict[str, Any]) -> bool:

@@ -13,10 +13,8 @@ from typing import Any
 
 import pytest
 
-from kvbraid.chat_template import ChatTemplate
 from kvbraid.cluster.local_cluster import LocalCluster
-from kvbraid.request import ChatMessage
-from kvbraid.tokenizer import load_tokenizer
+from tools.chat_prompt import chat_prompt_ids
 
 ASSETS = Path(__file__).parents[2] / "assets"
 # Every step waits for its drafts, however slow the machine is, and verifies all of them.
@@ -38,14 +36,6 @@ class Drafted:
 def acceptance_rows() -> list[dict[str, Any]]:
     lines = (ASSETS / "reference" / "tiny-mla-acceptance.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
-
-
-def chat_ids(text: str) -> list[int]:
-    tokenizer = load_tokenizer(ASSETS / "tiny-mla")
-    assert tokenizer.facts.chat_template is not None
-    template = ChatTemplate(tokenizer.facts.chat_template, tokenizer.facts.named_tokens)
-    rendered = template.render([ChatMessage("user", text)])
-    return tokenizer.encode(rendered, add_special_tokens=False)
 
 
 async def drafted(client: Any, prompt: list[int], max_tokens: int, **sampling: Any) -> Drafted:
@@ -87,7 +77,7 @@ async def test_a_handed_over_prompt_is_drafted_for_from_its_first_step(
     low. Both step by step as the reference loop has it, and again from the prefix cache."""
     async with support.client(cluster.coordinator.grpc) as client:
         for row in acceptance_rows()[:2]:
-            prompt = chat_ids(row["prompt"])
+            prompt = chat_prompt_ids(ASSETS / "tiny-mla", row["prompt"])
             plain = await drafted(client, prompt, row["n_output"], max_draft_tokens=0)
             assert plain.num_drafts == 0
             for _ in range(2):
@@ -109,7 +99,7 @@ async def test_sampling_penalties_stops_and_logprobs_do_not_change(
         {"temperature": 0.0, "frequency_penalty": 1.5, "logit_bias": {17: 5.0}, "top_logprobs": 1},
         {"temperature": 0.7, "seed": 9, "min_p": 0.05, "stop": ["the"]},
     ]
-    prompt = chat_ids("Tell me a story about a cat.")
+    prompt = chat_prompt_ids(ASSETS / "tiny-mla", "Tell me a story about a cat.")
     async with support.client(cluster.coordinator.grpc) as client:
         for sampling in samplings:
             outputs = []
@@ -133,7 +123,7 @@ async def test_a_draft_service_that_dies_costs_drafts_only(
 ) -> None:
     path = str(ASSETS / "tiny-mla-dspark")
     decode = ("tp=2,dcp=2,draft_policy=fixed,draft_timeout_ms=2000,draft_timeout_fraction=100",)
-    prompt = chat_ids("Tell me a story about a cat.")
+    prompt = chat_prompt_ids(ASSETS / "tiny-mla", "Tell me a story about a cat.")
     with cluster_of(tmp_path, decode=decode, draft=(f"drafter={path}",)) as cluster:
         async with support.client(cluster.coordinator.grpc) as client:
             plain = await drafted(client, prompt, 100, max_draft_tokens=0)

@@ -16,9 +16,9 @@ from kvbraid.speculative.tap_fusion import load_tap_fusion
 from tests.unit.speculative.drafters.exact_loop import (
     TransformersTarget,
     Window,
-    chat_prompt_ids,
     verified_windows,
 )
+from tools.chat_prompt import chat_prompt_ids
 
 ASSETS = Path(__file__).parents[2] / "assets"
 ROWS = [

@@ -9,12 +9,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from kvbraid.chat_template import ChatTemplate
-from kvbraid.request import ChatMessage
 from kvbraid.speculative.proposal import DraftTask, Proposal
 from kvbraid.speculative.proposer import Proposer
 from kvbraid.speculative.tap_fusion import TapFusion
-from kvbraid.tokenizer import load_tokenizer
 
 
 class Window(NamedTuple):
@@ -57,14 +54,6 @@ class TransformersTarget:
         )
         taps = [out.hidden_states[layer + 1][0] for layer in tap_layers]
         return out.logits[0], torch.stack(taps, 1)
-
-
-def chat_prompt_ids(path: Path, prompt: str) -> list[int]:
-    """The ids of a conversation of one user's message."""
-    tokenizer = load_tokenizer(path)
-    template = ChatTemplate(tokenizer.facts.chat_template or "", tokenizer.facts.named_tokens)
-    text = template.render([ChatMessage("user", prompt)])
-    return tokenizer.encode(text, add_special_tokens=False)
 
 
 def verified_windows(
