@@ -29,8 +29,9 @@ class SplitResult(NamedTuple):
 
     out, lse: as in AttentionResult, but complete only for sequences without slots; what they hold
         for the others is undefined.
-    part_out: [slots, w * H, Dv] float32, part_lse: [slots, w * H] float32, natural log: results
-        over parts of a sequence's keys. A slot always has keys.
+    part_out: [slots, w * H, Dv] float32 or, where they would be much to write, the dtype of q;
+        part_lse: [slots, w * H] float32, natural log: results over parts of a sequence's keys. A
+        slot always has keys.
     slot_starts: int32 [B + 1] on the device: slots [slot_starts[b], slot_starts[b + 1]) are those
         of sequence b; there are none where out and lse are complete, also without any keys.
     max_slots: no sequence has more; 0 means that nothing is left to merge.

@@ -168,6 +168,7 @@ def padded_slots(slots: NDArray[np.int64], num_tokens: int) -> NDArray[np.int64]
 
 
 def on_device(array: NDArray[np.int64], device: torch.device) -> Tensor:
-    """A copy of `array` that may be written in and out of inference mode."""
+    """A copy of `array` that may be written in and out of inference mode. The host does not wait
+    for the stream: what is read of it comes after, and the source is staged before this returns."""
     with torch.inference_mode(False):
-        return torch.tensor(array, device=device)
+        return torch.tensor(array).to(device, non_blocking=True)

@@ -46,9 +46,16 @@ class DecodeLaunch:
         self.num_heads = len(kv_index)
         self.num_kv_heads = len(self.head_starts) - 1
         self.group_size = max((b - a for a, b in pairwise(self.head_starts)), default=0)
+        self._shapes: dict[KeyForm, LaunchShape] = {}
 
     def shape(self, form: KeyForm) -> LaunchShape:
-        """The launch shape for this q and pool."""
+        """The launch shape for this q and pool: chosen once, not once a layer."""
+        shape = self._shapes.get(form)
+        if shape is None:
+            shape = self._shapes[form] = self._choose(form)
+        return shape
+
+    def _choose(self, form: KeyForm) -> LaunchShape:
         if form.kv_dtype.itemsize == 1 and form.dtype.itemsize > 2:
             return FP8_IN_FLOAT32
         return launch_shape(

@@ -116,8 +116,8 @@ class PlanSource(Protocol):
         """The step's plan, the same object for every layer."""
         ...
 
-    def partials(self, rows: int, dim: int) -> tuple[Tensor, Tensor]:
-        """part_out [num_slots, rows, dim] and part_lse [num_slots, rows], float32."""
+    def partials(self, rows: int, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """part_out [num_slots, rows, dim] in dtype and part_lse [num_slots, rows] in float32."""
         ...
 
 
@@ -156,10 +156,11 @@ class StepPlan:
             self._made = limits, device_plan
         return self._made[1]
 
-    def partials(self, rows: int, dim: int) -> tuple[Tensor, Tensor]:
+    def partials(self, rows: int, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """See PlanSource."""
         assert self._made is not None
-        return take_partials(self._scratch, self._made[1].num_slots, rows, dim, self._device)
+        shape = (self._made[1].num_slots, rows, dim)
+        return take_partials(self._scratch, shape, dtype, self._device)
 
 
 class ReservedPlan:
@@ -196,9 +197,12 @@ class ReservedPlan:
         )
         self._partials: tuple[Tensor, Tensor] | None = None
 
-    def reserve_partials(self, scratch: Scratch, rows: int, dim: int, device: torch.device) -> None:
+    def reserve_partials(
+        self, scratch: Scratch, rows: int, dim: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         """Take room for partial results and keep it, also when the scratch outgrows it."""
-        self._partials = take_partials(scratch, self._bounds.num_slots, rows, dim, device)
+        shape = (self._bounds.num_slots, rows, dim)
+        self._partials = take_partials(scratch, shape, dtype, device)
 
     def fill(self, rows: DecodeRows) -> None:
         """Write the plan of a step into the buffers."""
@@ -215,13 +219,14 @@ class ReservedPlan:
             )
         return self._plan
 
-    def partials(self, rows: int, dim: int) -> tuple[Tensor, Tensor]:
+    def partials(self, rows: int, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """See PlanSource."""
         assert self._partials is not None
-        if self._partials[0].shape[1:] != (rows, dim):
+        reserved = self._partials[0]
+        if (*reserved.shape[1:], reserved.dtype) != (rows, dim, dtype):
             raise ValueError(
-                f"partial results of {rows} rows of {dim}; reserved were "
-                f"{tuple(self._partials[0].shape[1:])}"
+                f"partial results of {rows} rows of {dim} {dtype}; reserved were "
+                f"{tuple(reserved.shape[1:])} {reserved.dtype}"
             )
         return self._partials
 
@@ -246,12 +251,13 @@ def pages_used(rows: DecodeRows) -> int:
 
 
 def take_partials(
-    scratch: Scratch, num_slots: int, rows: int, dim: int, device: torch.device
+    scratch: Scratch, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Room for the partial results of num_slots slots: see PlanSource.partials."""
+    """Room for partial results of shape (slots, rows, dim): see PlanSource.partials."""
+    # Calls of both dtypes may take turns.
     return (
-        scratch.take("part_out", (num_slots, rows, dim), torch.float32, device),
-        scratch.take("part_lse", (num_slots, rows), torch.float32, device),
+        scratch.take(f"part_out {dtype}", shape, dtype, device),
+        scratch.take("part_lse", shape[:2], torch.float32, device),
     )
 
 

@@ -9,6 +9,7 @@ pipeliner does not do for two buffers. A tile is copied once and is both key and
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -272,7 +273,7 @@ def split_mla(
     window_ptr,  # [B*w, DIM + PE]
     out_ptr,  # [B*w, H, DIM]
     lse_ptr,  # [B*w, H] float32
-    part_out_ptr,  # [slots, w, H, DIM] float32
+    part_out_ptr,  # [slots, w, H, DIM]
     part_lse_ptr,  # [slots, w, H] float32
     page_table_ptr,  # [B, max_pages] int32
     workers_ptr,  # [workers, 8] int32, see split_plan
@@ -523,7 +524,8 @@ def split_mla(
             gl.store(out_ptr + owner * DIM + offsets, out.to(dtype), mask=is_out)
             gl.store(lse_ptr + owner + scores_row, lse, mask=is_row)
         else:
-            gl.store(part_out_ptr + owner * DIM + offsets, out, mask=is_out)
+            part_ptr = part_out_ptr + owner * DIM
+            gl.store(part_ptr + offsets, out.to(part_ptr.dtype.element_ty), mask=is_out)
             gl.store(part_lse_ptr + owner + scores_row, lse, mask=is_row)
     # No copy may land after the program's shared memory has been given to another.
     async_copy.wait_group(0)
@@ -532,12 +534,13 @@ def split_mla(
 def descriptors(latent: torch.Tensor, dim: int, pe: int) -> tuple[TensorDescriptor, ...]:
     """Descriptors for the copy engine of a pool [N, P, dim + pe] without gaps between rows."""
     pool = latent.view(-1, dim + pe)
-    dtype = gl.bfloat16 if latent.dtype == torch.bfloat16 else gl.float16
     return tuple(
-        TensorDescriptor.from_tensor(
-            pool,
-            [BLOCK_KEYS, width],
-            gl.NVMMASharedLayout.get_default_for([BLOCK_KEYS, width], dtype),
-        )
+        TensorDescriptor.from_tensor(pool, [BLOCK_KEYS, width], _tile_layout(width, latent.dtype))
         for width in (dim, pe)
     )
+
+
+@lru_cache
+def _tile_layout(width: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    element = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
+    return gl.NVMMASharedLayout.get_default_for([BLOCK_KEYS, width], element)

@@ -10,15 +10,15 @@ which read q half as often as two warpgroups with 32 keys each, and while one wa
 softmax the other's products can run. The window of a verify step is one more tile, from its own
 tensor.
 
-Warpgroup `side` copies its half of the columns (side 1: the rope part too) of q and of the tiles.
-It copies the tile after the next as soon as it has added a tile, so that buffers need no barrier to
-be given back: what else reads a tile are the scores, which its owner has before `ready`. Barriers,
-all with one arrival a phase:
+One more warp copies q and the tiles, each half of a tile as soon as the warpgroup that keeps that
+half of the columns has added the tile before in that buffer. What else reads a tile are the scores,
+which its owner has before `ready`. Barriers, all with one arrival a phase:
 
-- full[side, buffer], q_full[side]: the copy of that half of a tile, of a piece's q has landed;
+- full[side, buffer], q_full: the copy of that half of a tile, of a piece's q has landed;
+- empty[side, buffer]: warpgroup `side` has added the tile in that buffer;
 - ready[side]: weights, maximum and sum of a tile that warpgroup `side` owns are in shared memory;
-- done[side]: warpgroup `side` has added all tiles of a piece. Each waits for the other before it
-  copies the next piece's q.
+- done[side]: warpgroup `side` has added all tiles of a piece. The copying warp waits for both
+  before it copies the next piece's q, and each warpgroup for the other, because of the weights.
 
 There is one buffer for the weights: who reads it writes it next, after its product, and at the end
 of a piece all are done. No barrier gets two phases ahead of a waiter: of each, a phase can end only
@@ -48,10 +48,11 @@ KEYS = 64
 DIM = 512
 PE = 64
 
-# Registers of a thread at launch. The second warpgroup gives 8 of its own to the first: Triton
-# wants a number for it, and the first gets what is left.
-MAX_REGISTERS = 248
-_SECOND_REGISTERS = gl.constexpr(240)
+# Registers of a thread at launch, of three warpgroups. Then the copying warp's group gives most of
+# its own to the other two.
+MAX_REGISTERS = 168
+_PRODUCT_REGISTERS = gl.constexpr(240)
+_COPY_REGISTERS = gl.constexpr(24)
 
 # Fields of a piece and of a worker's record, see split_plan.
 _PIECE = gl.constexpr(5)
@@ -112,7 +113,6 @@ class _Call(NamedTuple):
     qk_scale: object
     first_piece: object
     end_piece: object
-    ahead_end_piece: object  # the same, or first_piece where the worker's pieces have no keys
     first_sequence: object
     first_start: object
     first_end: object
@@ -131,24 +131,10 @@ class _Shared(NamedTuple):
     weights: object  # [ROWS, KEYS]
     state: object  # [2, ROWS] float32: maximum (base 2) and sum of each row
     full: object  # [4, 1]: 2 * side + buffer
-    q_full: object  # [2, 1]
+    empty: object  # [4, 1]: the same
+    q_full: object  # [1, 1]
     ready: object  # [2, 1]
     done: object  # [2, 1]
-
-
-class _Ahead(NamedTuple):
-    """The tile to copy next, and the piece after the one that it is in."""
-
-    piece: object
-    sequence: object
-    tile: object  # first key; from `end` on there is none but the window
-    end: object
-    window: object  # whether the window's tile is still to be copied
-    page: object
-    after_sequence: object
-    after_start: object
-    after_end: object
-    after_window: object
 
 
 class _State(NamedTuple):
@@ -180,18 +166,6 @@ def _load_piece(pieces_ptr, piece, is_piece):
 
 
 @gluon.jit
-def _copy_side(rows, row, barrier, half, pe, is_copied, SIDE: gl.constexpr):
-    """Start copying side SIDE of 64 rows from `row` on; `barrier` tells when it has landed."""
-    half_bytes: gl.constexpr = rows.half.block_type.nbytes
-    pe_bytes: gl.constexpr = rows.pe.block_type.nbytes
-    nbytes: gl.constexpr = half_bytes + SIDE * pe_bytes
-    mbarrier.expect(barrier, nbytes, pred=is_copied)
-    copy_block(rows.half, [row, SIDE * _HALF], barrier, half, pred=is_copied)
-    if SIDE == 1:
-        copy_block(rows.pe, [row, _DIM], barrier, pe, pred=is_copied)
-
-
-@gluon.jit
 def _side_of(left, right, SIDE: gl.constexpr):
     if SIDE == 0:
         return left
@@ -200,87 +174,83 @@ def _side_of(left, right, SIDE: gl.constexpr):
 
 
 @gluon.jit
-def _copy_tile(rows, row, shared, buffer, is_copied, SIDE: gl.constexpr):
-    half = _side_of(shared.left, shared.right, SIDE).index(buffer)
-    barrier = shared.full.index(2 * SIDE + buffer)
-    _copy_side(rows, row, barrier, half, shared.pe.index(buffer), is_copied, SIDE)
+def _copy_tile(rows, row, shared, num_tiles):
+    """Copy 64 rows from `row` on into the next buffer, each half as soon as it is free."""
+    buffer = num_tiles % 2
+    free = num_tiles // 2 % 2 ^ 1
+    half_bytes: gl.constexpr = rows.half.block_type.nbytes
+    pe_bytes: gl.constexpr = rows.pe.block_type.nbytes
+    full = shared.full.index(buffer)
+    mbarrier.wait(shared.empty.index(buffer), free)
+    mbarrier.expect(full, half_bytes)
+    copy_block(rows.half, [row, 0], full, shared.left.index(buffer))
+    full = shared.full.index(2 + buffer)
+    mbarrier.wait(shared.empty.index(2 + buffer), free)
+    mbarrier.expect(full, half_bytes + pe_bytes)
+    copy_block(rows.half, [row, _HALF], full, shared.right.index(buffer))
+    copy_block(rows.pe, [row, _DIM], full, shared.pe.index(buffer))
 
 
 @gluon.jit
-def _copy_q(call, shared, sequence, is_copied, FORM: gl.constexpr, SIDE: gl.constexpr):
-    """Rows past the sequence's are the next one's, or zero; their results are not stored."""
+def _copy_q(call, shared, sequence, turn, FORM: gl.constexpr):
+    """Once the piece before is done. Rows past the sequence's are the next one's, or zero; their
+    results are not stored."""
     row = sequence * (FORM.WINDOW * FORM.NUM_HEADS) + gl.program_id(0) * _ROWS
-    half = _side_of(shared.q_left, shared.q_right, SIDE)
-    _copy_side(call.q, row, shared.q_full.index(SIDE), half, shared.q_pe, is_copied, SIDE)
+    half_bytes: gl.constexpr = call.q.half.block_type.nbytes
+    pe_bytes: gl.constexpr = call.q.pe.block_type.nbytes
+    mbarrier.wait(shared.done.index(0), turn ^ 1)
+    mbarrier.wait(shared.done.index(1), turn ^ 1)
+    full = shared.q_full.index(0)
+    mbarrier.expect(full, 2 * half_bytes + pe_bytes)
+    copy_block(call.q.half, [row, 0], full, shared.q_left)
+    copy_block(call.q.half, [row, _HALF], full, shared.q_right)
+    copy_block(call.q.pe, [row, _DIM], full, shared.q_pe)
 
 
 @gluon.jit
-def _start_ahead(call):
-    """Before the worker's first tile."""
-    first = call.first_piece
-    window = gl.load(
-        call.pieces_ptr + first * _PIECE + 4, mask=first < call.ahead_end_piece, other=0
-    )
-    sequence, start, end, after_window = _load_piece(
-        call.pieces_ptr, first + 1, first + 1 < call.ahead_end_piece
-    )
-    return _Ahead(
-        first,
-        call.first_sequence,
-        call.first_start,
-        call.first_end,
-        window,
-        call.first_page,
-        sequence,
-        start,
-        end,
-        after_window,
-    )
-
-
-@gluon.jit
-def _copy_ahead(call, shared, ahead, buffer, FORM: gl.constexpr, SIDE: gl.constexpr):
-    """Start the copy of the tile in `ahead`, if there is one, and go on to the next."""
-    is_key = ahead.tile < ahead.end
-    row = ahead.page * FORM.PAGE_SIZE + ahead.tile % FORM.PAGE_SIZE
-    _copy_tile(call.latent, row, shared, buffer, is_key, SIDE)
-    piece = ahead.piece
-    sequence = ahead.sequence
-    tile = ahead.tile + _KEYS
-    end = ahead.end
-    window = ahead.window
-    after_sequence = ahead.after_sequence
-    after_start = ahead.after_start
-    after_end = ahead.after_end
-    after_window = ahead.after_window
-    is_over = tile >= end
-    if FORM.HAS_WINDOW:
-        is_window = (ahead.tile >= end) & (window > 0)
-        _copy_tile(call.window, sequence * FORM.WINDOW, shared, buffer, is_window, SIDE)
-        is_over = is_over & (is_window | (window == 0))
-    if is_over:
-        piece += 1
-        sequence = after_sequence
-        tile = after_start
-        end = after_end
-        window = after_window
-        after_sequence, after_start, after_end, after_window = _load_piece(
-            call.pieces_ptr, piece + 1, piece + 1 < call.ahead_end_piece
+def _copy_pieces(call, shared, FORM: gl.constexpr):
+    """What the copying warp does: q and tiles of all pieces, in the order in which they are used,
+    but the first tile of a piece before its q, which has to wait for the piece before."""
+    sequence = call.first_sequence
+    start = call.first_start
+    end = call.first_end
+    page = call.first_page
+    num_tiles = 0
+    for piece in range(call.first_piece, call.end_piece):
+        turn = (piece - call.first_piece) % 2
+        window = gl.load(call.pieces_ptr + piece * _PIECE + 4)
+        next_sequence, next_start, next_end, _ = _load_piece(
+            call.pieces_ptr, piece + 1, piece + 1 < call.end_piece
         )
-    table = call.page_table_ptr + sequence.to(gl.int64) * call.page_table_stride
-    page = gl.load(table + tile // FORM.PAGE_SIZE, mask=tile < end, other=0)
-    return _Ahead(
-        piece,
-        sequence,
-        tile,
-        end,
-        window,
-        page,
-        after_sequence,
-        after_start,
-        after_end,
-        after_window,
-    )
+        next_table = call.page_table_ptr + next_sequence.to(gl.int64) * call.page_table_stride
+        next_page = gl.load(
+            next_table + next_start // FORM.PAGE_SIZE, mask=next_start < next_end, other=0
+        )
+        if start >= end:
+            _copy_q(call, shared, sequence, turn, FORM)
+        table = call.page_table_ptr + sequence.to(gl.int64) * call.page_table_stride
+        for tile in range(start, end, _KEYS):
+            row = page * FORM.PAGE_SIZE + tile % FORM.PAGE_SIZE
+            after = tile + _KEYS
+            page = gl.load(table + after // FORM.PAGE_SIZE, mask=after < end, other=0)
+            _copy_tile(call.latent, row, shared, num_tiles)
+            num_tiles += 1
+            if tile == start:
+                _copy_q(call, shared, sequence, turn, FORM)
+        if FORM.HAS_WINDOW and window > 0:
+            _copy_tile(call.window, sequence * FORM.WINDOW, shared, num_tiles)
+            num_tiles += 1
+        sequence = next_sequence
+        start = next_start
+        end = next_end
+        page = next_page
+
+
+@gluon.jit
+def _give_back(shared, tile, SIDE: gl.constexpr):
+    """Side SIDE of a tile may be overwritten: this warpgroup has added it."""
+    block_barrier()
+    mbarrier.arrive(shared.empty.index(2 * SIDE + tile.buffer), count=1)
 
 
 @gluon.jit
@@ -410,7 +380,8 @@ def _store(call, state, sequence, slot, FORM: gl.constexpr, SIDE: gl.constexpr):
         if SIDE == 0:
             gl.store(call.lse_ptr + owner + row, lse, mask=row < NUM_ROWS)
     else:
-        gl.store(call.part_out_ptr + owner * _DIM + offsets, out, mask=is_out)
+        part_ptr = call.part_out_ptr + owner * _DIM
+        gl.store(part_ptr + offsets, out.to(part_ptr.dtype.element_ty), mask=is_out)
         if SIDE == 0:
             gl.store(call.part_lse_ptr + owner + row, lse, mask=row < NUM_ROWS)
 
@@ -421,22 +392,13 @@ def _attend(call, shared, FORM: gl.constexpr, SIDE: gl.constexpr):
 
     Tiles are added in order, each before the scores of the owner's next one are started.
     """
-    _copy_q(call, shared, call.first_sequence, call.first_piece < call.end_piece, FORM, SIDE)
-    ahead = _start_ahead(call)
-    ahead = _copy_ahead(call, shared, ahead, 0, FORM, SIDE)
-    ahead = _copy_ahead(call, shared, ahead, 1, FORM, SIDE)
     num_tiles = 0
     num_others = 0
     for piece in range(call.first_piece, call.end_piece):
         sequence, start, end, window = _load_piece(call.pieces_ptr, piece, piece < call.end_piece)
         slot = gl.load(call.pieces_ptr + piece * _PIECE + 3)
-        has_next = piece + 1 < call.end_piece
-        next_sequence = gl.load(call.pieces_ptr + (piece + 1) * _PIECE, mask=has_next, other=0)
         num = (end - start + (_KEYS - 1)) // _KEYS
         if FORM.HAS_WINDOW:
-            # Pieces without keys are not copied ahead.
-            is_alone = (start >= end) & (window > 0)
-            _copy_tile(call.window, sequence * FORM.WINDOW, shared, num_tiles % 2, is_alone, SIDE)
             num += window
         state = _State(
             gl.full([_ROWS], float("-inf"), gl.float32, _ROW),
@@ -445,36 +407,32 @@ def _attend(call, shared, FORM: gl.constexpr, SIDE: gl.constexpr):
         )
         turn = (piece - call.first_piece) % 2
         mbarrier.wait(shared.q_full.index(0), turn)
-        mbarrier.wait(shared.q_full.index(1), turn)
 
         if SIDE == 0 and num > 0:
             tile = _tile_at(start, end, 0, num_tiles, FORM)
             scores = warpgroup_mma_wait(0, deps=[_start_scores(shared, tile)])
             top, total, weights = _weigh(call, shared, state, scores, tile, FORM)
             state = _add_own(shared, state, top, total, weights, tile, SIDE)
-            block_barrier()
-            ahead = _copy_ahead(call, shared, ahead, tile.buffer, FORM, SIDE)
+            _give_back(shared, tile, SIDE)
         for i in range(2 - SIDE, num, 2):
             before = _tile_at(start, end, i - 1, num_tiles, FORM)
             tile = _tile_at(start, end, i, num_tiles, FORM)
             top, total, acc = _start_others(shared, state, before, num_others % 2, SIDE)
             acc = warpgroup_mma_wait(0, deps=[acc])
+            _give_back(shared, before, SIDE)
             state = _State(top, total, acc)
-            block_barrier()
-            ahead = _copy_ahead(call, shared, ahead, before.buffer, FORM, SIDE)
+            # Started any earlier, these products delay those that the other warpgroup waits for.
             scores = warpgroup_mma_wait(0, deps=[_start_scores(shared, tile)])
             top, total, weights = _weigh(call, shared, state, scores, tile, FORM)
             state = _add_own(shared, state, top, total, weights, tile, SIDE)
-            block_barrier()
-            ahead = _copy_ahead(call, shared, ahead, tile.buffer, FORM, SIDE)
+            _give_back(shared, tile, SIDE)
             num_others += 1
         if (num > 0) & (num % 2 == SIDE):
             tile = _tile_at(start, end, num - 1, num_tiles, FORM)
             top, total, acc = _start_others(shared, state, tile, num_others % 2, SIDE)
             acc = warpgroup_mma_wait(0, deps=[acc])
             state = _State(top, total, acc)
-            block_barrier()
-            ahead = _copy_ahead(call, shared, ahead, tile.buffer, FORM, SIDE)
+            _give_back(shared, tile, SIDE)
             num_others += 1
         num_tiles += num
 
@@ -483,7 +441,6 @@ def _attend(call, shared, FORM: gl.constexpr, SIDE: gl.constexpr):
         mbarrier.wait(shared.done.index(1 - SIDE), turn)
         # A warp that waits still could miss the phase if the others went on to the next piece.
         block_barrier()
-        _copy_q(call, shared, next_sequence, has_next, FORM, SIDE)
         _store(call, state, sequence, slot, FORM, SIDE)
 
 
@@ -497,7 +454,7 @@ def split_mla_wide(
     window_pe_desc,
     out_ptr,  # [B*w, H, DIM]
     lse_ptr,  # [B*w, H] float32
-    part_out_ptr,  # [slots, w, H, DIM] float32
+    part_out_ptr,  # [slots, w, H, DIM]
     part_lse_ptr,  # [slots, w, H] float32
     page_table_ptr,  # [B, max_pages] int32
     workers_ptr,  # [workers, 8] int32, see split_plan
@@ -513,7 +470,7 @@ def split_mla_wide(
 ):
     """One program: a block of 64 (query, head) rows over the pieces of one worker.
 
-    Grid: (blocks of rows, workers), 4 warps; four more are added by warp_specialize.
+    Grid: (blocks of rows, workers), 4 warps; warp_specialize adds four and one more, which copies.
     A worker's pieces either all have keys or none has.
     """
     dtype: gl.constexpr = q_half_desc.dtype
@@ -530,14 +487,16 @@ def split_mla_wide(
         gl.allocate_shared_memory(dtype, [_ROWS, _KEYS], PE_SMEM),
         gl.allocate_shared_memory(gl.float32, [2, _ROWS], _STATE_SMEM),
         gl.allocate_shared_memory(gl.int64, [4, 1], BARRIER),
-        gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [4, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
     )
     for i in gl.static_range(4):
         mbarrier.init(shared.full.index(i), count=1)
+        mbarrier.init(shared.empty.index(i), count=1)
+    mbarrier.init(shared.q_full.index(0), count=1)
     for i in gl.static_range(2):
-        mbarrier.init(shared.q_full.index(i), count=1)
         mbarrier.init(shared.ready.index(i), count=1)
         mbarrier.init(shared.done.index(i), count=1)
     fence_async_shared()
@@ -573,7 +532,6 @@ def split_mla_wide(
         gl.to_tensor(qk_scale),
         first_piece,
         end_piece,
-        gl.where(first_end > first_start, end_piece, first_piece),
         first_sequence,
         first_start,
         first_end,
@@ -581,9 +539,13 @@ def split_mla_wide(
     )
     FORM: gl.constexpr = _form(NUM_HEADS, WINDOW, HAS_WINDOW, CAUSAL, PAGE_SIZE)
     gl.warp_specialize(
-        [(_attend, (call, shared, FORM, 0)), (_attend, (call, shared, FORM, 1))],
-        [4],
-        [_SECOND_REGISTERS],
+        [
+            (_attend, (call, shared, FORM, 0)),
+            (_attend, (call, shared, FORM, 1)),
+            (_copy_pieces, (call, shared, FORM)),
+        ],
+        [4, 1],
+        [_PRODUCT_REGISTERS, _COPY_REGISTERS],
     )
 
 

@@ -110,7 +110,8 @@ class TritonDecodeKernel:
         )
         shape = self._launch.shape(form)
         plan = self._plans.device_plan(self._launch.limits(shape))
-        parts = self._plans.partials(self._rows.window * num_heads, dim)
+        partial_dtype = q.dtype if shape.rounds_partials else torch.float32
+        parts = self._plans.partials(self._rows.window * num_heads, dim, partial_dtype)
         grid = (self._launch.num_row_blocks(shape), plan.num_workers)
         launch = _Launch(grid, shape, plan, form, (out, lse, *parts))
         if shape.wide:
@@ -294,15 +295,17 @@ class ReservedTritonDecode:
             kv_dtype=call.kv_dtype,
             row_stride=call.key_width * (1 if call.is_mla else launch.num_kv_heads),
         )
+        shape = launch.shape(form)
         self._plans = ReservedPlan(
             bounds,
-            launch.limits(launch.shape(form)),
+            launch.limits(shape),
             head_starts=launch.head_starts,
             split_keys=split_keys,
             device=device,
         )
         rows = bounds.window * launch.num_heads
-        self._plans.reserve_partials(scratch, rows, call.value_width, device)
+        partial_dtype = call.dtype if shape.rounds_partials else torch.float32
+        self._plans.reserve_partials(scratch, rows, call.value_width, partial_dtype, device)
         self._kernel = TritonDecodeKernel(
             launch, self._plans, scale=call.scale, value_width=call.value_width
         )

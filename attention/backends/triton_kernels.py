@@ -302,7 +302,7 @@ def split_attention(
 def merge_splits(
     out_ptr,  # [B*w, H, D]
     lse_ptr,  # [B*w, H] float32
-    part_out_ptr,  # [slots, w, H, D] float32
+    part_out_ptr,  # [slots, w, H, D]
     part_lse_ptr,  # [slots, w, H] float32
     slot_starts_ptr,  # [B + 1] int32
     ROWS: tl.constexpr,  # w * H
@@ -335,7 +335,7 @@ def merge_splits(
                 part_out_ptr + ((slot * ROWS + row) * DIM)[:, None] + dim[None, :],
                 mask=is_slot[:, None] & (dim < DIM)[None, :],
                 other=0.0,
-            )
+            ).to(tl.float32)
             new_top = tl.maximum(top, tl.max(part_lse, 0))
             # Slots of a sequence always hold keys, so new_top is finite unless scores were not.
             weights = tl.exp(part_lse - new_top)

@@ -56,7 +56,7 @@ def _local_row(
                 part_out_ptr + (part_row * DIM)[:, None] + col[None, :],
                 mask=is_slot[:, None] & (col < DIM)[None, :],
                 other=0.0,
-            )
+            ).to(tl.float32)
             new_top = tl.maximum(top, tl.max(part_lse, 0))
             base = finite_top(new_top)
             weight = tl.exp(part_lse - base)
@@ -117,7 +117,7 @@ def _await_words(words_ptr, is_word, step):
 def exchange_splits(
     out_ptr,  # [T, H, D]
     lse_ptr,  # [T, H] float32
-    part_out_ptr,  # [slots, w * H, D] float32
+    part_out_ptr,  # [slots, w * H, D]
     part_lse_ptr,  # [slots, w * H] float32
     slot_starts_ptr,  # [B + 1] int32
     merged_ptr,  # [T, Hl, D]

@@ -177,16 +177,16 @@ class Problem:
         return prefix if len(prefix) else None, fenced(torch.cat([chunk for _, chunk in pairs]))
 
     def head_keys(self, sequence: int, head: int) -> tuple[Tensor, Tensor]:
-        """float64 keys and values [n, ...] that a head of a sequence sees: those of MLA expanded
-        exactly, then rounded once, as multi-head attention in this dtype has to keep them."""
-        key = self.keys[sequence].double()
+        """float64 keys and values [n, ...] that a head of a sequence sees: those of MLA expanded in
+        this dtype, as multi-head attention has to keep them."""
+        key = self.keys[sequence]
         if not self.rank:
             kv_head = self.case.kv_index[head]
-            return key[:, kv_head], self.values[sequence][:, kv_head].double()
+            return key[:, kv_head].double(), self.values[sequence][:, kv_head].double()
         compressed, rope_key = key[:, : self.rank], key[:, self.rank :]
-        nope = (compressed @ self.expansion.w_kc[head].double().T).to(self.case.dtype).double()
-        value = (compressed @ self.expansion.w_vc[head].double()).to(self.case.dtype).double()
-        return torch.cat([nope, rope_key], -1), value
+        nope = compressed @ self.expansion.w_kc[head].T
+        value = compressed @ self.expansion.w_vc[head]
+        return torch.cat([nope, rope_key], -1).double(), value.double()
 
     def oracle(self, sequence: int, head: int) -> Tensor:
         """float64 [chunk, Dv]."""
@@ -202,15 +202,16 @@ class Problem:
 
 def largest_error(problem: Problem, out: Tensor) -> float:
     """L2 error of a (token, head) row, relative to it or, for rows that nearly cancel, to the mean
-    row of its sequence and head; infinite where anything is not a number."""
+    row of its sequence; infinite where anything is not a number."""
     worst = torch.zeros((), dtype=torch.float64, device=DEVICE)
     for sequence, span in enumerate(problem.tokens):
         if span.stop == span.start:
             continue
-        for head in range(problem.case.heads):
-            want = problem.oracle(sequence, head)
-            size = want.norm(dim=-1)
-            error = (out[span, head].double() - want).norm(dim=-1) / size.clamp(min=size.mean())
+        wants = [problem.oracle(sequence, head) for head in range(problem.case.heads)]
+        sizes = torch.stack([want.norm(dim=-1) for want in wants])
+        for head, want in enumerate(wants):
+            error = (out[span, head].double() - want).norm(dim=-1)
+            error /= sizes[head].clamp(min=sizes.mean())
             worst = torch.maximum(worst, error.nan_to_num(float("inf")).max())
     return float(worst)
 
