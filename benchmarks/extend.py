@@ -317,8 +317,9 @@ def main() -> None:
             for row in found:
                 print(f"{row.case}: {row.ours:.1f} / {row.peer:.1f} = {row.ratio:.3f}", flush=True)
             rows += found
-    if options.json:
-        write_report(options.json, "extend", rows)
+            if options.json:
+                # After every shape: a run that is cut off keeps what it has.
+                write_report(options.json, "extend", rows)
 
 
 if __name__ == "__main__":
