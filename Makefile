@@ -48,6 +48,7 @@ $(RUN_READY): pyproject.toml | $(BIN)/python
 $(READY): $(RUN_READY)
 	$(BIN)/python -m pip install --quiet -e ".[dev,docs,deploy,observability]"
 	$(BIN)/python -m tools.fetch_helm $(BIN)
+	$(BIN)/python -m tools.fetch_prometheus $(BIN)
 	touch $@
 
 .PHONY: demo
@@ -119,6 +120,14 @@ matrix: $(READY) ## Greedy equality in every layout, engine seam and services (o
 	  --json benchmarks/results/equality_matrix.json && \
 	$(BIN)/python -m tools.services_matrix --model "$$model" --model tests/assets/tiny-mla \
 	  --json benchmarks/results/services_matrix.json
+
+.PHONY: test-alerts
+test-alerts: $(READY) ## Inject a fault for every quick alert and see it fire (ten minutes)
+	$(BIN)/python -m pytest tests/integration/observability/test_alerts_live.py $(ARGS)
+
+.PHONY: soak
+soak: $(READY) ## Watch a healthy, mildly busy cluster for 15 minutes: nothing grows, nothing fires
+	$(BIN)/python -m tools.soak --json benchmarks/results/soak.json $(ARGS)
 
 .PHONY: test-gpu
 test-gpu: $(READY) ## Tests that need a GPU

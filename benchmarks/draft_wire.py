@@ -1,10 +1,12 @@
-"""Round trip of a drafting step without its compute: the engine's thread to the service and back.
+"""Round trip of a drafting step without its compute, and what the taps cost before it.
 
 python -m benchmarks.draft_wire --json benchmarks/results/draft_wire.json
 
-A draft service whose proposer answers at once runs in a process of its own; `RemoteDrafting.step`
-is timed in a thread beside the I/O loop, as a decode worker calls it. Bar: 0.35 ms p50 for one
-sequence with one row of 576 float32 numbers.
+A proposer that answers at once is asked as a decode worker's engine thread asks: embedded, in a
+service of the same host (local socket, shared memory for many rows), and by gRPC over loopback TCP.
+Services run in processes of their own; the wires take turns. Bar of the round trip: 0.35 ms p50 for
+one sequence with one row of 576 float32 numbers. The tap (fc over three layers, and keeping and
+reading the rows) is timed alone; on this machine's CPU it is the product that counts.
 """
 
 from __future__ import annotations
@@ -16,8 +18,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, ExitStack, contextmanager
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -26,31 +30,61 @@ from prometheus_client import CollectorRegistry
 from benchmarks.report import BenchmarkRow, write_report
 from draft_service.batcher import Batcher
 from draft_service.config import DraftSettings
+from draft_service.local_listener import LocalListener
 from draft_service.servicer import DraftServicer
 from draft_service.worker import DraftWorker
+from kvbraid.kv.slots import LogicalSlots
 from kvbraid.rpc.channels import ChannelPool
 from kvbraid.rpc.server import RpcServer
 from kvbraid.settings import ServerSettings, SpeculativeSettings
+from kvbraid.speculative.fused_rows import FusedRows
 from kvbraid.speculative.proposal import Answer, DraftTask, Proposal
 from kvbraid.telemetry.metrics import DraftServiceMetrics
 from kvbraid.telemetry.speculation_metrics import SpeculationMetrics
+from kvbraid.transport.draft_rows import RowFormat
 from kvbraid.transport.draft_terms import DraftPeer, DraftTerms
 from kvbraid.v1.draft_pb2_grpc import add_DraftServiceServicer_to_server
 from kvbraid.worker.remote_drafting import RemoteDrafting
 
 BAR_S = 0.35e-3
 NUM_DRAFTS = 7
-HIDDEN = 576
-NUM_WARM, NUM_TIMED = 300, 3000
-# (sequences, rows of each): one accepted and four accepted tokens a step; the first has the bar.
-SIZES = ((1, 1), (8, 1), (8, 4), (64, 4))
 VOCAB = 49152
+NUM_WARM, NUM_ROUNDS, NUM_STEPS = 100, 10, 100
+NUM_TAPS, NUM_TAPPED = 3, 100
+PAGE = 16
+
+WIRES: tuple[Literal["local_socket", "grpc"], ...] = ("local_socket", "grpc")
+NAMES = {"embedded": "embedded", "local_socket": "same host", "grpc": "loopback TCP"}
+Step = Callable[[Sequence[DraftTask]], Sequence[Answer | None]]
+
+
+class Size(NamedTuple):
+    """What one step brings: rows of each sequence, each of `hidden` numbers."""
+
+    sequences: int
+    rows: int
+    hidden: int
+
+    @property
+    def dtype(self) -> str:
+        """As the models of these widths run."""
+        return "float32" if self.hidden == 576 else "bfloat16"
+
+    @property
+    def case(self) -> str:
+        """Its name."""
+        return f"{self.sequences} x {self.rows} rows of {self.hidden} {self.dtype}"
+
+
+HIDDENS = (576, 4096)
+SHAPES = ((1, 1), (1, 4), (1, 8), (8, 1), (8, 4), (8, 8))
+WITH_BAR = Size(1, 1, 576)
 
 
 class Idle:
     """A proposer that answers without computing."""
 
-    num_sequences = 0
+    num_sequences, num_evicted, num_free_tokens = 0, 0, 1 << 20
 
     def step(self, tasks: Sequence[DraftTask]) -> list[Answer]:
         """The same drafts for every task."""
@@ -60,15 +94,29 @@ class Idle:
         """Nothing is held."""
 
 
-def terms() -> DraftTerms:
-    """Those of the 135M model's drafter."""
+class FirstTaps:
+    """fc of a drafter with three taps."""
+
+    tap_layers = (1, 14, 26)
+
+    def __init__(self, size: Size, dtype: torch.dtype) -> None:
+        self.fused_width = size.hidden
+        self._fc = torch.randn(size.hidden, NUM_TAPS * size.hidden, dtype=dtype)
+
+    def fuse(self, taps: torch.Tensor) -> torch.Tensor:
+        """See Fusion."""
+        return torch.nn.functional.linear(taps.flatten(1), self._fc)
+
+
+def terms(hidden: int) -> DraftTerms:
+    """Those of a drafter of this width."""
     return DraftTerms(
         epoch=1,
         drafter_kind="dspark",
         drafter_digest="d",
         target_digest="t",
-        hidden_size=HIDDEN,
-        row_dtype="float32",
+        hidden_size=hidden,
+        row_dtype=Size(1, 1, hidden).dtype,
         tap_layers=(1, 14, 26),
         max_draft_tokens=NUM_DRAFTS,
         predicts_from_anchor=True,
@@ -80,15 +128,19 @@ def terms() -> DraftTerms:
     )
 
 
-async def serve(address_file: Path) -> None:
+async def serve(address_file: Path, hidden: int) -> None:
     """Serve until killed."""
     metrics, settings = DraftServiceMetrics(), DraftSettings()
     batcher = Batcher(
         Idle(), window_s=0.3e-3, max_batch=128, max_chunk_rows=1024, metrics=metrics.draft
     )
-    worker = DraftWorker(terms=terms(), settings=settings, batcher=batcher, metrics=metrics.draft)
+    worker = DraftWorker(
+        terms=terms(hidden), settings=settings, batcher=batcher, metrics=metrics.draft
+    )
     server = RpcServer(role="draft", settings=ServerSettings(), metrics=metrics.rpc)
-    servicer = DraftServicer(worker, lease_s=20.0)
+    listener = LocalListener(worker.terms)
+    listener.start()
+    servicer = DraftServicer(worker, lease_s=20.0, listener=listener)
     server.add(add_DraftServiceServicer_to_server, servicer, "kvbraid.v1.DraftService")
     await server.start()
     threading.Thread(target=batcher.run, daemon=True).start()
@@ -98,52 +150,112 @@ async def serve(address_file: Path) -> None:
     await server.wait_stopped()
 
 
-def timed_steps(drafting: RemoteDrafting, num_sequences: int, num_rows: int) -> np.ndarray:
-    """Seconds of each step. Raises RuntimeError when a step was not answered."""
-    rows = torch.randn(num_rows, HIDDEN)
-    ids = tuple(range(num_rows))
+@contextmanager
+def service(hidden: int) -> Iterator[str]:
+    """The address of a service in a process of its own."""
+    with tempfile.TemporaryDirectory() as directory:
+        address_file = Path(directory) / "address"
+        command = [sys.executable, "-m", "benchmarks.draft_wire", "--serve", str(address_file)]
+        with subprocess.Popen([*command, "--hidden", str(hidden)]) as process:
+            try:
+                while not address_file.exists():
+                    if process.poll() is not None:
+                        raise RuntimeError("the service ended before it served")
+                    time.sleep(0.02)
+                yield address_file.read_text()
+            finally:
+                process.kill()
+
+
+def tasks_of(size: Size) -> list[DraftTask]:
+    """One step."""
+    rows = torch.randn(size.rows, size.hidden, dtype=RowFormat(size.hidden, size.dtype).dtype)
+    ids = tuple(range(size.rows))
+    return [
+        DraftTask(f"request-{i}/0/0", 100, rows, ids, ids[-1], NUM_DRAFTS)
+        for i in range(size.sequences)
+    ]
+
+
+def timed(step: Step, size: Size, num: int) -> list[float]:
+    """Seconds of each of `num` steps. Raises RuntimeError when one was not answered."""
     found = []
-    for _ in range(NUM_WARM + NUM_TIMED):
-        tasks = [
-            DraftTask(f"request-{i}/0/0", 100, rows, ids, ids[-1], NUM_DRAFTS)
-            for i in range(num_sequences)
-        ]
+    for _ in range(num):
+        tasks = tasks_of(size)
         began = time.perf_counter()
-        answers = drafting.step(tasks)
+        answers = step(tasks)
         found.append(time.perf_counter() - began)
         if None in answers:
             raise RuntimeError("a step was not answered")
-    return np.array(found[NUM_WARM:])
+    return found
 
 
-async def measure(address: str) -> list[BenchmarkRow]:
-    """Every size."""
-    rows = []
-    async with ChannelPool(ServerSettings()) as pool:
-        drafting = RemoteDrafting(
-            address=address,
-            peer=DraftPeer(1, "t", "d", VOCAB, NUM_DRAFTS),
-            settings=SpeculativeSettings(draft_timeout_ms=1000, draft_timeout_fraction=1e6),
-            channels=pool.channel,
-            metrics=SpeculationMetrics(CollectorRegistry()),
-        )
-        drafting.start()
-        while drafting.is_away:  # noqa: ASYNC110 - there is no event for it
-            await asyncio.sleep(0.01)
-        for index, (num_sequences, num_rows) in enumerate(SIZES):
-            seconds = await asyncio.to_thread(timed_steps, drafting, num_sequences, num_rows)
-            p50, p99 = np.quantile(seconds, [0.5, 0.99])
-            num_bytes = num_sequences * num_rows * HIDDEN * 4
-            case = f"{num_sequences} sequences x {num_rows} rows ({num_bytes} bytes)"
-            bar = 1.0 if index == 0 else None
-            ratio = float(p50 / BAR_S)
-            holds = bar is None or ratio <= bar
-            rows.append(BenchmarkRow(f"{case}: p50 (s)", float(p50), BAR_S, ratio, bar, holds))
-            rows.append(
-                BenchmarkRow(f"{case}: p99 (s)", float(p99), BAR_S, float(p99 / BAR_S), None, True)
+def timed_in_turns(steps: dict[str, Step], size: Size) -> dict[str, list[float]]:
+    """Seconds of the steps of each wire."""
+    for step in steps.values():
+        timed(step, size, NUM_WARM)
+    found: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(NUM_ROUNDS):
+        for name, step in steps.items():
+            found[name] += timed(step, size, NUM_STEPS)
+    return found
+
+
+def timed_taps(size: Size) -> list[float]:
+    """Seconds that taking the taps of a step and reading its rows take."""
+    dtype, num = RowFormat(size.hidden, size.dtype).dtype, size.sequences * size.rows
+    kept = FusedRows(FirstTaps(size, dtype), num_slots=1024, logical_page_size=PAGE, dtype=dtype)
+    slots = LogicalSlots(np.arange(PAGE, PAGE + num))
+    taps = torch.randn(num, NUM_TAPS, size.hidden, dtype=dtype)
+    found = []
+    for _ in range(NUM_TAPPED):
+        began = time.perf_counter()
+        kept.take(slots, taps)
+        kept.read(slots)
+        found.append(time.perf_counter() - began)
+    return found[NUM_TAPPED // 10 :]
+
+
+def rows_of(name: str, size: Size, seconds: Sequence[float]) -> list[BenchmarkRow]:
+    """p50 and p99."""
+    p50, p99 = (float(x) for x in np.quantile(seconds, [0.5, 0.99]))
+    bar = 1.0 if size == WITH_BAR and name != "tap" else None
+    holds = bar is None or p50 / BAR_S <= bar
+    case = f"{NAMES.get(name, name)}, {size.case}"
+    return [
+        BenchmarkRow(f"{case}: p50 (s)", p50, BAR_S, p50 / BAR_S, bar, holds),
+        BenchmarkRow(f"{case}: p99 (s)", p99, BAR_S, p99 / BAR_S, None, True),
+    ]
+
+
+async def measure(hidden: int, addresses: dict[str, str]) -> list[BenchmarkRow]:
+    """Every size of this width."""
+    async with AsyncExitStack() as stack:
+        pool = await stack.enter_async_context(ChannelPool(ServerSettings()))
+        steps: dict[str, Step] = {"embedded": Idle().step}
+        for wire in WIRES:
+            drafting = RemoteDrafting(
+                address=addresses[wire],
+                peer=DraftPeer(1, "t", "d", VOCAB, NUM_DRAFTS),
+                settings=SpeculativeSettings(
+                    draft_timeout_ms=1000, draft_timeout_fraction=1e6, draft_wire=wire
+                ),
+                channels=pool.channel,
+                metrics=SpeculationMetrics(CollectorRegistry()),
             )
-        await drafting.stop()
-    return rows
+            drafting.start()
+            stack.push_async_callback(drafting.stop)
+            while drafting.is_away:  # noqa: ASYNC110 - there is no event for it
+                await asyncio.sleep(0.01)
+            steps[wire] = drafting.step
+        found = []
+        for sequences, rows in SHAPES:
+            size = Size(sequences, rows, hidden)
+            seconds = await asyncio.to_thread(timed_in_turns, steps, size)
+            seconds["tap"] = timed_taps(size)
+            for name, values in seconds.items():
+                found += rows_of(name, size, values)
+        return found
 
 
 def main() -> int:
@@ -151,25 +263,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="write the rows here")
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--hidden", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.serve:
-        asyncio.run(serve(options.serve))
+        asyncio.run(serve(options.serve, options.hidden))
         return 0
-    with tempfile.TemporaryDirectory() as directory:
-        address_file = Path(directory) / "address"
-        command = [sys.executable, "-m", "benchmarks.draft_wire", "--serve", str(address_file)]
-        with subprocess.Popen(command) as service:
-            try:
-                while not address_file.exists():
-                    if service.poll() is not None:
-                        raise RuntimeError("the service ended before it served")
-                    time.sleep(0.02)
-                rows = asyncio.run(measure(address_file.read_text()))
-            finally:
-                service.kill()
+    rows = []
+    for hidden in HIDDENS:
+        with ExitStack() as stack:
+            # One for each wire: a service waits for steps of other streams that are active.
+            addresses = {str(wire): stack.enter_context(service(hidden)) for wire in WIRES}
+            rows += asyncio.run(measure(hidden, addresses))
     for row in rows:
-        sys.stdout.write(f"{row.case}: {row.ours * 1e3:.3f} ms\n")
+        verdict = "" if row.bar is None else f" {'holds' if row.holds else 'MISSED'}"
+        sys.stdout.write(f"{row.case[:-4]}: {row.ours * 1e3:.3f} ms{verdict}\n")
     if options.json:
         write_report(options.json, "draft_wire", rows)
     return 0 if all(row.holds for row in rows) else 1

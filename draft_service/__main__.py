@@ -16,6 +16,7 @@ from draft_service.batcher import Batcher
 from draft_service.config import DraftConfig
 from draft_service.drafter import LoadedDrafter, load, model_name
 from draft_service.info_servicer import DraftIdentity, DraftInfoServicer
+from draft_service.local_listener import LocalListener
 from draft_service.servicer import DraftServicer
 from draft_service.worker import DraftWorker
 from kvbraid.rpc.lifecycle import run_service, run_until_signal
@@ -48,16 +49,19 @@ async def _serve(config: DraftConfig) -> int:
     worker = DraftWorker(
         terms=loaded.terms, settings=config.draft, batcher=batcher, metrics=metrics.draft
     )
-    servicer = DraftServicer(worker, lease_s=config.draft.lease_seconds)
+    listener = LocalListener(loaded.terms)
+    servicer = DraftServicer(worker, lease_s=config.draft.lease_seconds, listener=listener)
     server = RpcServer(role="draft", settings=config.server, metrics=metrics.rpc)
     server.add(add_DraftServiceServicer_to_server, servicer, "kvbraid.v1.DraftService")
     thread = EngineThread(
         batcher.run, asyncio.get_running_loop(), loaded.device, _num_threads(config)
     )
     thread.start()
+    listener.start()
     try:
         return await _run(config, loaded, metrics, server, servicer, thread)
     finally:
+        listener.close()
         batcher.close()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_STOP_GRACE_S):

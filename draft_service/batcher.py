@@ -58,14 +58,16 @@ class Computed:
 class Job:
     """Tasks of one step (stream: whose) or of one chunk of a prompt (stream None).
 
-    dropped: forgotten before. on_done: called once, in the event loop, with None when the batcher
-    was closed first.
+    dropped: forgotten before. on_computed: called in the compute thread, before on_done, which
+    waits for a turn of the event loop. on_done: called once, in the event loop, with None when the
+    batcher was closed first.
     """
 
     tasks: Sequence[DraftTask]
     on_done: Callable[[Computed | None], None]
     stream: int | None = None
     dropped: Sequence[str] = ()
+    on_computed: Callable[[Computed], None] | None = None
     queued_at: float = field(default_factory=time.monotonic)
 
     @property
@@ -136,18 +138,14 @@ class Batcher:
         self._loop.call_later(_OBSERVE_DELAY_S, self._observe, computed)
 
     def _observe(self, computed: Sequence[tuple[Job, Computed]]) -> None:
+        # Also of jobs that only drop sequences: often the last ones of a stream.
+        self._observe_held()
         if not any(job.tasks for job, _ in computed):
             return
         job, result = computed[0]
         self._metrics.observe_part(
             "propose" if job.stream is not None else "ingest", result.compute_s
         )
-        proposer, metrics = self._proposer, self._metrics
-        metrics.held_sequences.set(proposer.num_sequences)
-        num_free, num_evicted = proposer.num_free_tokens, proposer.num_evicted
-        metrics.set_pool(num_used=max(0, self._num_pool_tokens - num_free), num_free=num_free)
-        metrics.count_evicted(num_evicted - self._num_evicted)
-        self._num_evicted = num_evicted
         self._metrics.observe_batch(
             num_sequences=sum(len(job.tasks) for job, _ in computed),
             num_rows=sum(
@@ -166,6 +164,14 @@ class Batcher:
         for job, result in computed:
             if job.stream is not None:
                 self._metrics.queue_seconds.observe(result.queue_s)
+
+    def _observe_held(self) -> None:
+        proposer, metrics = self._proposer, self._metrics
+        metrics.held_sequences.set(proposer.num_sequences)
+        num_free, num_evicted = proposer.num_free_tokens, proposer.num_evicted
+        metrics.set_pool(num_used=max(0, self._num_pool_tokens - num_free), num_free=num_free)
+        metrics.count_evicted(num_evicted - self._num_evicted)
+        self._num_evicted = num_evicted
 
     # Compute thread
 
@@ -258,4 +264,7 @@ class Batcher:
             )
             for job in batch
         ]
+        for job, result in computed:
+            if job.on_computed is not None:
+                job.on_computed(result)
         self._loop.call_soon_threadsafe(self._deliver, computed)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from draft_service.batcher import Batcher, Computed, Job
@@ -17,6 +16,8 @@ from kvbraid.transport.draft_answers import AnsweredStep, Refused, WireAnswer
 from kvbraid.transport.draft_terms import DraftPeer, DraftTerms, misfits
 from kvbraid.worker.ingest_grants import IngestGrants
 from kvbraid.worker.prompt_intake import PromptIntake
+
+SendAnswer = Callable[[AnsweredStep], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,7 @@ class DraftWorker:
         self._settings = settings
         self._batcher = batcher
         self._metrics = metrics
+        self._settling: set[asyncio.Task[None]] = set()
         self._sessions = Sessions(
             max_sessions=settings.max_workers,
             # Ended sequences are told late at worst; the proposer forgets the rest by itself.
@@ -91,25 +93,32 @@ class DraftWorker:
             )
         self._grants.open(session.own_key(key), transfer_id, end_position)
 
-    async def step(self, session: Session, step: Step) -> AnsweredStep:
+    def begin_step(
+        self, session: Session, step: Step, answer: SendAnswer | None = None
+    ) -> asyncio.Future[AnsweredStep]:
         """Commit, ingest and propose; a repeated step gets the answer that it got before.
 
-        Raises LeaseLostError for another epoch, InvalidRequestError for a step that is too old.
+        answer: called with the answer to a new step in the compute thread, before the future that
+        is returned has it. Raises LeaseLostError for another epoch, InvalidRequestError for a step
+        that is too old.
         """
         if step.epoch != self.terms.epoch:
             raise LeaseLostError(f"epoch {step.epoch} is over, this is {self.terms.epoch}")
         known = session.answer_to(step.step_id)
         if known is not None:
-            return await asyncio.shield(known)
-        promise = _Promise(session.begin(step.step_id))
-        job: Job | None = None
-        try:
-            job = await self._job(session, step, promise)
-        finally:
-            if job is None:  # whoever repeats the step must not wait for ever
-                promise.give_up(f"step {step.step_id} was given up")
-        self._batcher.submit(job)
-        return await promise.own
+            return asyncio.shield(known)
+        promise = _Promise(session.begin(step.step_id), answer)
+        tasks, ended = self._own_tasks(session, step)
+        job = Job(tasks, lambda _: None, stream=session.number, dropped=ended)
+        job.on_computed = lambda computed: promise.answer(self._answered(step, computed))
+        job.on_done = promise.settle
+        if not self._grants.concern(tasks):
+            self._batcher.submit(job)
+        else:
+            settling = asyncio.get_running_loop().create_task(self._submit_settled(job, promise))
+            self._settling.add(settling)
+            settling.add_done_callback(self._settling.discard)
+        return promise.own
 
     async def _take_chunk(self, chunk: DraftTask) -> Answer:
         done: asyncio.Future[Computed | None] = asyncio.get_running_loop().create_future()
@@ -124,8 +133,8 @@ class DraftWorker:
             raise _ended()
         return computed.answers[0]
 
-    async def _job(self, session: Session, step: Step, promise: _Promise) -> Job:
-        arrived = time.monotonic()
+    def _own_tasks(self, session: Session, step: Step) -> tuple[Sequence[DraftTask], list[str]]:
+        """The tasks of a step that can be computed, and the names that end with it."""
         ended = list(step.dropped)
         for key in ended:
             self._grants.close(key)
@@ -134,15 +143,15 @@ class DraftWorker:
         if step.refused:
             own = [task for index, task in enumerate(own) if index not in step.refused]
         ended += session.touch(task.key for task in own)
-        tasks = await self._grants.settle(own, self._settings.ingest_wait_ms / 1000)
+        return own, ended
 
-        def on_done(computed: Computed | None) -> None:
-            if computed is None:
-                promise.give_up(str(_ended()))
-            else:
-                promise.keep(self._answered(step, computed))
-
-        return Job(tasks, on_done, stream=session.number, dropped=ended, queued_at=arrived)
+    async def _submit_settled(self, job: Job, promise: _Promise) -> None:
+        try:
+            job.tasks = await self._grants.settle(job.tasks, self._settings.ingest_wait_ms / 1000)
+        except asyncio.CancelledError:  # whoever repeats the step must not wait for ever
+            promise.give_up("the step was given up")
+            raise
+        self._batcher.submit(job)
 
     def _answered(self, step: Step, computed: Computed) -> AnsweredStep:
         given = iter(computed.answers)
@@ -164,17 +173,31 @@ class DraftWorker:
 
 class _Promise:
     """The answer to a step, twice: for those who repeat it, and `own` for the call that brought
-    it, which may be cancelled. A shield would do the same in more turns of the loop."""
+    it, which may be cancelled. A shield would do the same in more turns of the loop.
 
-    def __init__(self, kept: asyncio.Future[AnsweredStep]) -> None:
+    send: called with the answer, in the compute thread.
+    """
+
+    def __init__(self, kept: asyncio.Future[AnsweredStep], send: SendAnswer | None) -> None:
         self.own: asyncio.Future[AnsweredStep] = asyncio.get_running_loop().create_future()
         self._both = (self.own, kept)
+        self._send = send
+        self._answered: AnsweredStep | None = None
 
-    def keep(self, answered: AnsweredStep) -> None:
-        """Here it is."""
+    def answer(self, answered: AnsweredStep) -> None:
+        """Here it is. Compute thread."""
+        self._answered = answered
+        if self._send is not None:
+            self._send(answered)
+
+    def settle(self, computed: Computed | None) -> None:
+        """Pass on what `answer` got. Event loop."""
+        if computed is None or self._answered is None:
+            self.give_up(str(_ended()))
+            return
         for future in self._both:
             if not future.done():
-                future.set_result(answered)
+                future.set_result(self._answered)
 
     def give_up(self, why: str) -> None:
         """There will be none."""

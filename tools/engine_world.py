@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import multiprocessing as mp
 import secrets
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.connection import Connection
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from attention.interface import Group
 from kvbraid.engine.communicator import RankGroups, make_groups
+from kvbraid.engine.drafted_decoding import GrantingDrafting
 from kvbraid.engine.engine import Engine, follow
 from kvbraid.engine.events import EngineEvent, RequestFailed, StepReport, TokensReady
 from kvbraid.engine.model_runner import ModelRunner
@@ -48,6 +50,7 @@ from kvbraid.settings import (
     SchedulerSettings,
     SpeculativeSettings,
 )
+from kvbraid.speculative.proposal import Answer, DraftTask
 from kvbraid.worker.drafting_assembly import embedded_speculation
 from kvbraid.worker.rank_assembly import (
     BuiltRank,
@@ -65,8 +68,8 @@ GREEDY = SamplingParams(temperature=0.0, seed=0)
 class Prompt:
     """A request at the engine seam.
 
-    forced: what every step is made to emit whatever it sampled (teacher forcing); only with
-    Case.record_logits.
+    forced: what every step is made to emit whatever it sampled (teacher forcing), max_tokens of
+    them.
     """
 
     token_ids: tuple[int, ...]
@@ -78,7 +81,10 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What a rebuild of pool, attention and engine may vary."""
+    """What a rebuild of pool, attention and engine may vary.
+
+    drafter_forgets_at: drafting step, from 1, before which the drafter loses all its sequences.
+    """
 
     page_size: int = 16
     interleave: int = 1
@@ -93,6 +99,9 @@ class Case:
     drafter: str = ""
     max_draft_tokens: int = 0
     draft_policy: str = "fixed"
+    cuda_graphs: str = "auto"
+    draft_verification: str = "exact_match"
+    drafter_forgets_at: int = 0
 
 
 Forced = dict[tuple[int, ...], tuple[int, ...]]
@@ -103,7 +112,8 @@ Forced = dict[tuple[int, ...], tuple[int, ...]]
 class Outcome:
     """What a case gave. tokens, cached: per phase, per prompt. rows: [tp, 2] finite pool rows and
     pool bytes after the last token. logits: float32 [step, vocab] per prompt of the last phase.
-    windows: what each step with drafts verified."""
+    windows: what each step with drafts verified. steps: (when it ended, sequences that decoded,
+    prompt tokens, new tokens) of each."""
 
     tokens: list[list[list[int]]] = field(default_factory=list)
     cached: list[list[int]] = field(default_factory=list)
@@ -111,6 +121,7 @@ class Outcome:
     logits: list[Tensor] = field(default_factory=list)
     num_preemptions: int = 0
     windows: list[list[VerifiedWindow]] = field(default_factory=list)
+    steps: list[tuple[float, int, int, int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,13 +133,36 @@ class _Settings:
     speculative: SpeculativeSettings
 
 
-class RecordingRunner(ModelRunner):
-    """Keeps the whole logits row of every sampled token, and emits forced tokens instead."""
+class ForcingRunner(ModelRunner):
+    """Emits forced tokens instead of its own; drafts are accepted where they agree with those."""
+
+    def __init__(self, runner: ModelRunner, forced: Forced) -> None:
+        self.__dict__.update(runner.__dict__)
+        self._forced = forced
+
+    def sample(
+        self,
+        logits: Tensor,
+        sequences: Sequence[RankSequence],
+        assumed: Sequence[tuple[int, ...]],
+    ) -> SampleResult:
+        """As ModelRunner.sample."""
+        result = super().sample(logits, sequences, assumed)
+        token_ids = result.token_ids.clone()
+        for i, (sequence, drafts) in enumerate(zip(sequences, assumed, strict=True)):
+            num_prompt = sequence.sampling.num_prompt_tokens
+            forced = self._forced.get(tuple(sequence.token_ids[:num_prompt]))
+            if forced is not None:
+                token_ids[i] = forced[len(sequence.token_ids) - num_prompt + len(drafts)]
+        return result._replace(token_ids=token_ids)
+
+
+class RecordingRunner(ForcingRunner):
+    """Also keeps the whole logits row of every sampled token."""
 
     def __init__(self, runner: ModelRunner, group: Group, forced: Forced) -> None:
-        self.__dict__.update(runner.__dict__)
+        super().__init__(runner, forced)
         self._group = group
-        self._forced = forced
         self.rows: dict[tuple[int, ...], list[Tensor]] = {}
 
     def sample(
@@ -151,14 +185,7 @@ class RecordingRunner(ModelRunner):
         for row, sequence in zip(whole, sequences, strict=True):
             prompt = tuple(sequence.token_ids[: sequence.sampling.num_prompt_tokens])
             self.rows.setdefault(prompt, []).append(row.float().cpu())
-        result = super().sample(logits, sequences, assumed)
-        token_ids = result.token_ids.clone()
-        for i, sequence in enumerate(sequences):
-            num_prompt = sequence.sampling.num_prompt_tokens
-            forced = self._forced.get(tuple(sequence.token_ids[:num_prompt]))
-            if forced is not None:
-                token_ids[i] = forced[len(sequence.token_ids) - num_prompt]
-        return result._replace(token_ids=token_ids)
+        return super().sample(logits, sequences, assumed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,6 +307,7 @@ def _settings(rank: _Rank, case: Case) -> _Settings:
             dcp_size=rank.world.dcp_size,
             q_mode=case.q_mode,  # type: ignore[arg-type]
             exchange=case.exchange,  # type: ignore[arg-type]
+            cuda_graphs=case.cuda_graphs,  # type: ignore[arg-type]
         ),
         KvSettings(
             page_size=case.page_size,
@@ -296,6 +324,7 @@ def _settings(rank: _Rank, case: Case) -> _Settings:
             drafter=case.drafter,
             max_draft_tokens=case.max_draft_tokens,
             draft_policy=case.draft_policy,  # type: ignore[arg-type]
+            draft_verification=case.draft_verification,  # type: ignore[arg-type]
         ),
     )
 
@@ -323,6 +352,8 @@ def _rank_main(context: RankContext, world: _World, pipe: Connection | None) -> 
 def _executor(rank: _Rank, built: BuiltRank, case: Case, forced: Forced) -> Any:
     if case.record_logits:
         built.executor.runner = RecordingRunner(built.runner, rank.groups.tp, forced)
+    elif forced:
+        built.executor.runner = ForcingRunner(built.runner, forced)
     return built.executor
 
 
@@ -387,13 +418,35 @@ def _speculation(rank: _Rank, case: Case, built: BuiltRank, run: _Run) -> Specul
     if built.fused_rows is None:
         return PlainDecoding()
     limits = _scheduler(case, built, case.page_size * rank.world.dcp_size).limits
-    return embedded_speculation(
+    speculation = embedded_speculation(
         _settings(rank, case),
         built,
         load_config(rank.world.model),
         max_model_len=limits.max_model_len,
         on_report=lambda report: run.outcome.windows.append(report.windows),
     )
+    if case.drafter_forgets_at:
+        speculation._drafting = _Forgetful(speculation._drafting, case.drafter_forgets_at)
+    return speculation
+
+
+class _Forgetful:
+    """A drafter that loses its sequences once, as one that was restarted."""
+
+    def __init__(self, drafting: GrantingDrafting, step: int) -> None:
+        self._drafting = drafting
+        self._left = step
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._drafting, name)
+
+    def step(self, tasks: Sequence[DraftTask]) -> list[Answer | None]:
+        """See Drafting."""
+        self._left -= 1
+        if self._left == 0:
+            for task in tasks:
+                self._drafting.drop(task.key)
+        return self._drafting.step(tasks)
 
 
 def _no_grants(first: int, end: int) -> Any:
@@ -446,6 +499,9 @@ class _Run:
     def on_step(self, report: StepReport) -> None:
         """Figures of a step."""
         self.outcome.num_preemptions = report.num_preemptions
+        self.outcome.steps.append(
+            (time.perf_counter(), report.num_decodes, report.num_extend_tokens, report.num_sampled)
+        )
 
     def _finish(self, rows: np.ndarray[Any, np.dtype[np.int64]]) -> None:
         self.outcome.rows = rows.tolist()

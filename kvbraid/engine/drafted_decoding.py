@@ -14,57 +14,27 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
+from torch import Tensor
 
+from kvbraid.engine.draft_drawing import DraftDrawing, WindowSampling
 from kvbraid.engine.sequence import Sequence, SequenceKey
 from kvbraid.engine.speculation import SpeculationReport, VerifiedWindow
 from kvbraid.engine.step_plan import StepPlan
 from kvbraid.kv.slots import LogicalSlots, slots_of
-from kvbraid.request import SamplingParams
-from kvbraid.sampling_key import sampling_key
 from kvbraid.speculative.acceptance import usable_drafts
 from kvbraid.speculative.break_even import PlainReason
-from kvbraid.speculative.draft_policy import DraftPlan, StepOutcome
+from kvbraid.speculative.draft_plan import DraftPlan, Policy, StepOutcome
 from kvbraid.speculative.drafting import Drafting
 from kvbraid.speculative.fused_rows import FusedRows
-from kvbraid.speculative.proposal import DraftSampling, DraftTask, Proposal, Resync
+from kvbraid.speculative.proposal import DraftTask, Proposal, Resync
 from kvbraid.transport.draft_grant import DraftGrant
 
 # Most rows of one sequence in one step: a long prompt is told over several steps, and only then
 # drafted for.
 _MAX_ROWS = 1024
-
-
-class Policy(Protocol):
-    """Decides how much is drafted and verified; `kvbraid.speculative.draft_policy.DraftPolicy`."""
-
-    def open(self) -> int:
-        """A number for a new sequence."""
-        ...
-
-    def close(self, slot: int) -> None:
-        """The sequence has ended."""
-        ...
-
-    def plan(self, slots: Seq[int], limits: Seq[int]) -> DraftPlan:
-        """What to ask the drafter for; limits: most drafts of each sequence."""
-        ...
-
-    def width(
-        self,
-        plan: DraftPlan,
-        slots: Seq[int],
-        *,
-        limits: Seq[int],
-        num_drafts: Seq[int],
-        confidences: Seq[Seq[float]],
-        draft_seconds: float,
-    ) -> int:
-        """Rows of each sequence in the verify step."""
-        ...
-
-    def record(self, outcome: StepOutcome) -> None:
-        """Learn from an executed step."""
-        ...
+# While drafting does not pay, rows of prompts are taken for so many sequences only, which probes
+# find warm; the rest starts cold, should it pay again.
+_NUM_FOR_PROBES = 4
 
 
 class GrantingDrafting(Drafting, Protocol):
@@ -75,18 +45,23 @@ class GrantingDrafting(Drafting, Protocol):
         ...
 
     def take_rows(self) -> None:
-        """Give the drafter what was pushed since the last step, also where nothing decodes."""
+        """Take what was pushed since the last step, also where nothing decodes."""
+        ...
+
+    def await_rows(self, keys: Seq[str]) -> None:
+        """These sequences are drafted for next: wait a moment for rows that are on the way."""
         ...
 
 
 @dataclass(slots=True)
 class _Told:
-    """A sequence that the drafter knows. number: the policy's. stops: tokens that end it.
-    num_rows: rows that the drafter holds as far as we know."""
+    """A sequence that the drafter knows. number: the policy's. drawn_at: how drafts behind an
+    anchor are drawn. stops: tokens that end it. num_rows: rows that the drafter holds as far as we
+    know."""
 
     key: str
     number: int
-    sampling: DraftSampling
+    drawn_at: WindowSampling
     stops: frozenset[int]
     num_rows: int = 0
     num_proposed: int = 0
@@ -111,6 +86,7 @@ class DraftedDecoding:
         drafting: GrantingDrafting,
         rows: FusedRows,
         policy: Policy,
+        drawing: DraftDrawing,
         *,
         logical_page_size: int,
         max_model_len: int,
@@ -121,10 +97,12 @@ class DraftedDecoding:
         self._drafting = drafting
         self._rows = rows
         self.policy = policy
+        self._drawing = drawing
         self._page_size = logical_page_size
         self._max_model_len = max_model_len
         self._on_report = on_report
         self._told: dict[SequenceKey, _Told] = {}
+        self._receiving: dict[str, Sequence] = {}
         self._round = _Round()
         self._report = SpeculationReport()
 
@@ -135,32 +113,51 @@ class DraftedDecoding:
 
     def open_grant(self, sequence: Sequence) -> DraftGrant | None:
         """See Speculation. The drafter gets the prompt's rows there, and none of them from here."""
-        if sequence.request.sampling.max_draft_tokens == 0:
+        is_off = not self.policy.is_drafting and len(self._receiving) >= _NUM_FOR_PROBES
+        if is_off or sequence.request.sampling.max_draft_tokens == 0:
             return None
         told, num_rows = self._telling(sequence), len(sequence.token_ids)
         grant = self._drafting.open_grant(told.key, num_rows)
         if grant is not None:
             told.num_rows = num_rows
+            self._receiving[told.key] = sequence
         return grant
+
+    def keep_rows(self, key: str, first_position: int, rows: Tensor) -> None:
+        """Rows [n, d] of a prompt that another worker computes have come. The drafter is told of
+        them with the first drafts that it is asked for; they stay with cached pages."""
+        sequence, end = self._receiving.get(key), first_position + len(rows)
+        # A preempted sequence has no pages, and will make its rows itself.
+        if sequence is not None and end <= len(sequence.pages) * self._page_size:
+            self._telling(sequence).num_rows = 0
+            self._rows.put(self._slots(sequence, first_position, end), rows)
 
     def draft(self, active: Seq[Sequence]) -> None:
         """See Speculation."""
         self._round, self._report = _Round(), SpeculationReport()
+        self._drawing.begin()
         self._drafting.take_rows()
         decoding = [s for s in active if s.can_decode]
         if not decoding:
             return
         told = [self._telling(s) for s in decoding]
-        numbers = [t.number for t in told]
         limits = [self._limit(s) for s in decoding]
-        plan = self.policy.plan(numbers, limits)
+        plan = self.policy.plan([t.number for t in told], limits)
         self._round.told = {s.slot: t for s, t in zip(decoding, told, strict=True)}
         for sequence, entry in zip(decoding, told, strict=True):
             sequence.drafts, entry.num_proposed, entry.confidences = (), 0, ()
+        if plan.reason not in (None, PlainReason.NOT_ALLOWED):
+            self._report.plain["not_worthwhile"] += len(decoding)
+        if any(plan.num_wanted):
+            self._draft(decoding, told, plan, limits)
+
+    def _draft(
+        self, decoding: Seq[Sequence], told: Seq[_Told], plan: DraftPlan, limits: Seq[int]
+    ) -> None:
         self._ask(decoding, told, plan)
         width = self.policy.width(
             plan,
-            numbers,
+            [t.number for t in told],
             limits=limits,
             num_drafts=[len(s.drafts) for s in decoding],
             confidences=[t.confidences for t in told],
@@ -168,8 +165,6 @@ class DraftedDecoding:
         )
         for sequence in decoding:
             sequence.drafts = sequence.drafts[: width - 1]
-        if plan.reason not in (None, PlainReason.NOT_ALLOWED):
-            self._report.plain["not_worthwhile"] += len(decoding)
 
     def verified(self, plan: StepPlan, tokens: Mapping[int, Seq[int]], seconds: float) -> None:
         """See Speculation."""
@@ -211,6 +206,7 @@ class DraftedDecoding:
         told = self._told.pop(sequence.request.key, None)
         if told is not None:
             self.policy.close(told.number)
+            self._receiving.pop(told.key, None)
             self._drafting.drop(told.key)
 
     def _telling(self, sequence: Sequence) -> _Told:
@@ -220,8 +216,8 @@ class DraftedDecoding:
             name = f"{key.request_id}/{key.attempt}/{key.completion}"
             sampling = sequence.request.sampling
             stops = frozenset(sampling.stop_token_ids)
-            drawing = _drawing(sampling, key.completion)
-            told = self._told[key] = _Told(name, self.policy.open(), drawing, stops)
+            drawn_at = self._drawing.open(sampling, key.completion)
+            told = self._told[key] = _Told(name, self.policy.open(), drawn_at, stops)
         return told
 
     def _limit(self, sequence: Sequence) -> int:
@@ -231,14 +227,14 @@ class DraftedDecoding:
         return max(0, most if asked is None else min(most, asked))
 
     def _ask(self, decoding: Seq[Sequence], told: Seq[_Told], plan: DraftPlan) -> None:
+        began = time.monotonic()
+        wanting = zip(told, plan.num_wanted, strict=True)
+        self._drafting.await_rows([entry.key for entry, num_wanted in wanting if num_wanted])
         asking = [
             (sequence, entry, self._task(sequence, entry, num_wanted))
             for sequence, entry, num_wanted in zip(decoding, told, plan.num_wanted, strict=True)
             if num_wanted
         ]
-        if not asking:
-            return
-        began = time.monotonic()
         answers = self._drafting.step([task for _, _, task in asking])
         self._round.draft_s = time.monotonic() - began
         self._round.num_asked = max(plan.num_wanted)
@@ -247,14 +243,16 @@ class DraftedDecoding:
             match answer:
                 case Proposal():
                     entry.num_rows = task.anchor_position
-                    self._take(sequence, entry, answer, task.num_wanted)
+                    self._take(sequence, entry, answer, task)
                 case Resync():
                     entry.num_rows = answer.num_rows
 
-    def _take(self, sequence: Sequence, told: _Told, proposal: Proposal, num_wanted: int) -> None:
+    def _take(self, sequence: Sequence, told: _Told, proposal: Proposal, task: DraftTask) -> None:
         """An id outside the vocabulary must not reach an embedding: the drafts end before it."""
-        given = proposal.token_ids[:num_wanted]
-        drafts = tuple(usable_drafts(given, self._vocab_size))
+        num_wanted = task.num_wanted
+        if num_wanted and not self._drawing.is_usable(sequence.slot, proposal, task.sampling):
+            proposal = Proposal()
+        drafts = tuple(usable_drafts(proposal.token_ids[:num_wanted], self._vocab_size))
         if len(drafts) < len(proposal.token_ids):
             self._report.plain["bad_ids"] += 1
         elif num_wanted and not drafts:
@@ -276,19 +274,9 @@ class DraftedDecoding:
             next_token_ids=tuple(sequence.token_ids[first + 1 : end + 1]),
             anchor_id=sequence.token_ids[end],
             num_wanted=num_wanted if end == newest else 0,
-            sampling=told.sampling,
+            sampling=told.drawn_at(end),
             starts_cold=num_missing > 0,
         )
 
     def _slots(self, sequence: Sequence, first: int, end: int) -> LogicalSlots:
         return slots_of(sequence.pages, np.arange(first, end), self._page_size)
-
-
-def _drawing(sampling: SamplingParams, completion: int) -> DraftSampling:
-    """How the target draws, for a drafter that draws with the same noise."""
-    assert sampling.seed is not None
-    key = sampling_key(sampling.seed, completion)
-    is_greedy = sampling.is_greedy or sampling.top_k == 1
-    return DraftSampling(
-        0.0 if is_greedy else sampling.temperature, key - (1 << 64) if key >= 1 << 63 else key
-    )

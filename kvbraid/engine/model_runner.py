@@ -11,17 +11,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from attention.dcp import DcpAttention, DecodePlan, ExtendPlan
 from attention.interface import DecodeBatch, ExtendBatch, Group
+from kvbraid.engine.device_upload import uploaded
 from kvbraid.engine.rank_state import RankSequence, RankState
 from kvbraid.engine.sampler import SampleResult, sample
 from kvbraid.engine.sampling_state import build_rows
-from kvbraid.engine.step_attention import StepAttention
+from kvbraid.engine.step_forward import StepBatch, StepForward
 from kvbraid.engine.step_plan import Extend
 from kvbraid.kv.page_pool import StripedPagePool
 from kvbraid.kv.slots import LogicalSlots, slots_of_tokens
 from kvbraid.model.causal_lm import CausalLM
-from kvbraid.model.layer_taps import LayerTaps
 
 Int64Array = NDArray[np.int64]
 
@@ -82,17 +81,18 @@ class ModelRunner:
         self,
         *,
         model: CausalLM,
-        attention: DcpAttention,
+        forward: StepForward,
         pool: StripedPagePool,
         state: RankState,
         tp_group: Group,
         device: torch.device,
         tap_sink: TapSink | None = None,
     ) -> None:
-        """tap_sink: of the rank that feeds the drafter; the other ranks have none."""
+        """forward: of this model and pool, with the taps of tap_sink. tap_sink: of the rank that
+        feeds the drafter; the other ranks have none."""
         self.model = model
         self.pool = pool
-        self._attention = attention
+        self._forward = forward
         self._state = state
         self._tp_group = tp_group
         self._device = device
@@ -104,33 +104,29 @@ class ModelRunner:
         if self._tap_sink is not None:
             self._tap_sink.renew(pages[num_computed // self.pool.stripe.logical_page_size :])
 
+    def close(self) -> None:
+        """There are no more steps."""
+        self._forward.close()
+
     @torch.inference_mode()
     def forward(self, decode: WindowedDecode, extends: Sequence[Extend]) -> Tensor:
         """Writes the KV of every token and returns the logits of this rank's vocabulary shard,
         [N, V_local] float32: one a token of each decode window, padding left out, then one a
         chunk that samples."""
         inputs = self._inputs(decode, extends)
-        num_decode_tokens = len(decode.sequences) * decode.window
-        step = StepAttention(
-            attention=self._attention,
-            pool=self.pool,
-            write_plan=self.pool.write_plan(inputs.slots),
-            num_decode_tokens=num_decode_tokens,
-            decode_plan=self._decode_plan(decode),
-            extend_plan=self._extend_plan(extends),
+        batch = StepBatch(
+            inputs.token_ids,
+            inputs.positions,
+            inputs.slots,
+            self._decode_batch(decode),
+            self._extend_batch(extends),
         )
-        taps = LayerTaps(self._tap_sink.layers) if self._tap_sink is not None else None
-        hidden = self.model.forward(
-            torch.from_numpy(inputs.token_ids).to(self._device),
-            torch.from_numpy(inputs.positions).to(self._device),
-            step,
-            taps,
-        )
+        hidden, taps = self._forward.run(batch)
         if self._tap_sink is not None and taps is not None:
-            self._tap_sink.take(inputs.slots, taps.stacked())
+            self._tap_sink.take(inputs.slots, taps)
         if len(inputs.sampled_rows) != hidden.shape[0]:
-            rows = torch.tensor(inputs.sampled_rows, dtype=torch.int64, device=self._device)
-            hidden = hidden.index_select(0, rows)
+            rows = torch.tensor(inputs.sampled_rows, dtype=torch.int64)
+            hidden = hidden.index_select(0, uploaded(rows, self._device))
         return self.model.compute_logits(hidden)
 
     def _inputs(self, decode: WindowedDecode, extends: Sequence[Extend]) -> _Inputs:
@@ -139,13 +135,14 @@ class ModelRunner:
         owners: list[int] = []
         padding: list[int] = []
         sampled_rows: list[int] = []
+        window = decode.window
         for sequence, drafts in zip(decode.sequences, decode.drafts, strict=True):
             newest, first = len(sequence.token_ids) - 1, len(token_ids)
-            num_padding = decode.window - 1 - len(drafts)
+            num_padding = window - 1 - len(drafts)
             token_ids += (sequence.token_ids[newest], *drafts, *[_PADDING_TOKEN] * num_padding)
             positions += range(newest, newest + 1 + len(drafts))
             positions += [newest] * num_padding
-            owners += [sequence.slot] * decode.window
+            owners += [sequence.slot] * window
             sampled_rows += range(first, first + 1 + len(drafts))
             padding += range(first + 1 + len(drafts), len(token_ids))
         for extend in extends:
@@ -165,29 +162,27 @@ class ModelRunner:
         slots.array[padding] = _SINK_SLOT
         return _Inputs(np.array(token_ids, dtype=np.int64), position_array, slots, sampled_rows)
 
-    def _decode_plan(self, decode: WindowedDecode) -> DecodePlan | None:
+    def _decode_batch(self, decode: WindowedDecode) -> DecodeBatch | None:
         if not decode.sequences:
             return None
         lengths = [len(s.token_ids) for s in decode.sequences]
         seq_lens = torch.tensor(lengths, dtype=torch.int32) + (decode.window - 1)
-        batch = DecodeBatch(
+        return DecodeBatch(
             seq_lens=seq_lens,
             # A window's own rows are in hand, and padding has no page: the table ends before.
             page_table=self._page_table([s.slot for s in decode.sequences], max(lengths)),
             window=decode.window,
         )
-        return self._attention.plan_decode(batch, self._device)
 
-    def _extend_plan(self, extends: Sequence[Extend]) -> ExtendPlan | None:
+    def _extend_batch(self, extends: Sequence[Extend]) -> ExtendBatch | None:
         if not extends:
             return None
         longest = max(e.start + e.length for e in extends)
-        batch = ExtendBatch(
+        return ExtendBatch(
             prefix_lens=[e.start for e in extends],
             chunk_lens=[e.length for e in extends],
             page_table=self._page_table([e.slot for e in extends], longest),
         )
-        return self._attention.plan_extend(batch, self._device)
 
     def _page_table(self, slots: list[int], longest: int) -> Tensor:
         num_pages = -(-longest // self.pool.stripe.logical_page_size)

@@ -13,7 +13,7 @@ from attention.interface import Group
 from kvbraid.engine.debug_guard import StepGuard
 from kvbraid.engine.kv_exchange import KvExchange
 from kvbraid.engine.model_runner import ModelRunner, WindowedDecode
-from kvbraid.engine.rank_state import RankSequence, RankState
+from kvbraid.engine.rank_state import RankState
 from kvbraid.engine.step_plan import (
     AddPages,
     Admit,
@@ -29,11 +29,8 @@ from kvbraid.engine.step_plan import (
     StepPlan,
     Stop,
 )
+from kvbraid.engine.verification import Verification, Window
 from kvbraid.request import PositionLogprobs
-from kvbraid.speculative.acceptance import accepted_length
-
-Window = tuple[RankSequence, tuple[int, ...]]
-"""A sequence and the drafts that are verified behind its newest token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +62,10 @@ class RankExecutor:
         exchange: KvExchange,
         control_group: Group,
         guard: StepGuard,
+        verification: Verification,
     ) -> None:
         self.runner = runner
+        self._verification = verification
         self._state = state
         self._exchange = exchange
         self._control_group = control_group
@@ -124,7 +123,7 @@ class RankExecutor:
             case EndSend():
                 self._exchange.end_send(operation.transfer_id)
             case Stop():
-                pass
+                self.runner.close()
 
     def _compute(self, decode: WindowedDecode, extends: Sequence[Extend]) -> StepOutput:
         logits = self.runner.forward(decode, extends)
@@ -135,28 +134,19 @@ class RankExecutor:
         return self._sample(logits, windows) if windows else StepOutput()
 
     def _sample(self, logits: torch.Tensor, windows: Sequence[Window]) -> StepOutput:
-        sequences = [sequence for sequence, drafts in windows for _ in range(len(drafts) + 1)]
-        assumed = [drafts[:row] for _, drafts in windows for row in range(len(drafts) + 1)]
-        result = self.runner.sample(logits, sequences, assumed)
-        samples, is_valid = result.token_ids.tolist(), result.is_valid.tolist()
+        verified = self._verification.verify(self.runner, logits, windows)
         tokens: dict[int, tuple[int, ...]] = {}
         logprobs: dict[int, tuple[PositionLogprobs, ...]] = {}
         invalid: list[int] = []
-        first = 0
-        for sequence, drafts in windows:
-            rows = range(first, first + len(drafts) + 1)
-            first = rows.stop
-            emitted = emitted_rows(drafts, samples[rows.start :], is_valid[rows.start :])
-            if not emitted:
+        for (sequence, _), emitted in zip(windows, verified, strict=True):
+            if not emitted.token_ids:
                 invalid.append(sequence.slot)
                 continue
-            kept = rows[:emitted]
-            tokens[sequence.slot] = tuple(samples[row] for row in kept)
-            for token_id in tokens[sequence.slot]:
+            tokens[sequence.slot] = emitted.token_ids
+            for token_id in emitted.token_ids:
                 sequence.append(token_id)
-            entries = tuple(e for e in result.logprobs[kept.start : kept.stop] if e is not None)
-            if entries:
-                logprobs[sequence.slot] = entries
+            if emitted.logprobs:
+                logprobs[sequence.slot] = emitted.logprobs
         self._guard.check_sampled(tokens, invalid)
         return StepOutput(tokens, logprobs, tuple(invalid))
 
@@ -171,15 +161,3 @@ class RankExecutor:
     def _gather(self, local: NDArray[np.int64]) -> NDArray[np.int64]:
         gathered = self._control_group.all_gather(torch.from_numpy(local))
         return gathered.numpy()
-
-
-def emitted_rows(drafts: Sequence[int], samples: Sequence[int], is_valid: Sequence[bool]) -> int:
-    """How many of a window's samples are emitted: those whose drafts before them all came true.
-
-    samples[i] is the target's own token after drafts[:i]. The emitted token is always the
-    target's sample, so nothing that a drafter says changes the output. Rows from the first one
-    that is not valid on are never emitted: 0 where that is the first.
-    """
-    num_rows = len(drafts) + 1
-    num_emitted = accepted_length(drafts, samples[:num_rows]) + 1
-    return next((row for row in range(num_emitted) if not is_valid[row]), num_emitted)

@@ -58,22 +58,35 @@ def sample(logits: Tensor, vocab_start: int, group: Group, rows: SamplingRows) -
             f"logits {tuple(logits.shape)} {logits.dtype} must be [{rows.num_rows}, V] float32"
         )
     edited = logits if rows.edits is None else _edit(logits, rows.edits)
-    best = _Best(
-        torch.full((rows.num_rows,), -torch.inf, device=logits.device),
-        torch.full((rows.num_rows,), _NO_COLUMN, device=logits.device),
-    )
-    if rows.greedy is not None:
-        _put(best, rows.greedy, _first_maximum(take_rows(edited, rows.greedy)))
-    if rows.plain is not None:
-        _put(best, rows.plain.rows, _draw_plain(edited, rows.plain, vocab_start))
-    if rows.filtered is not None:
-        _put(best, rows.filtered.rows, _draw_filtered(edited, rows.filtered, vocab_start, group))
+    best = _draw(edited, rows, vocab_start, group)
     token_ids, is_valid = _agree(best, vocab_start, group)
     return SampleResult(
         token_ids,
         is_valid,
         position_logprobs(logits, vocab_start, group, token_ids, is_valid, rows.top_logprobs),
     )
+
+
+def target_scores(logits: Tensor, vocab_start: int, group: Group, rows: SamplingRows) -> Tensor:
+    """Logarithm of the law that `sample` draws each row from, up to a constant of the row.
+
+    As `sample`; no row is greedy. float32 [N, V_local], -inf for tokens that are never drawn.
+    Raises ValueError for a greedy row, which has no noise and therefore no law.
+    """
+    if rows.greedy is not None:
+        raise ValueError(f"rows {rows.greedy.tolist()} are greedy")
+    edited = logits if rows.edits is None else _edit(logits, rows.edits)
+    scores = torch.empty_like(logits)
+    if rows.plain is not None:
+        plain = take_rows(edited, rows.plain.rows) / rows.plain.temperature[:, None]
+        scores[rows.plain.rows] = plain
+    if rows.filtered is not None:
+        scaled = take_rows(edited, rows.filtered.rows) / rows.filtered.temperature[:, None]
+        kept = filter_tokens(scaled, rows.filtered, group)
+        filtered = torch.full_like(scaled, -torch.inf)
+        filtered[kept.rows, kept.columns] = kept.values
+        scores[rows.filtered.rows] = filtered
+    return scores
 
 
 def _edit(logits: Tensor, edits: LogitEdits) -> Tensor:
@@ -86,9 +99,26 @@ def _edit(logits: Tensor, edits: LogitEdits) -> Tensor:
     return flat.view(logits.shape)
 
 
-def _put(best: _Best, rows: Tensor, part: _Best) -> None:
-    best.scores[rows] = part.scores
-    best.columns[rows] = part.columns
+def _draw(logits: Tensor, rows: SamplingRows, vocab_start: int, group: Group) -> _Best:
+    parts: list[tuple[Tensor, _Best]] = []
+    if rows.greedy is not None:
+        parts.append((rows.greedy, _first_maximum(take_rows(logits, rows.greedy))))
+    if rows.plain is not None:
+        parts.append((rows.plain.rows, _draw_plain(logits, rows.plain, vocab_start)))
+    if rows.filtered is not None:
+        parts.append(
+            (rows.filtered.rows, _draw_filtered(logits, rows.filtered, vocab_start, group))
+        )
+    if len(parts) == 1:
+        return parts[0][1]  # of all rows, in their order
+    best = _Best(
+        torch.full((rows.num_rows,), -torch.inf, device=logits.device),
+        torch.full((rows.num_rows,), _NO_COLUMN, device=logits.device),
+    )
+    for index, part in parts:
+        best.scores[index] = part.scores
+        best.columns[index] = part.columns
+    return best
 
 
 def _first_maximum(scores: Tensor) -> _Best:

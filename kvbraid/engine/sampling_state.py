@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvbraid.engine.device_upload import uploaded
 from kvbraid.engine.sampling_rows import KEEP_ALL, LogitEdits, RowGroup, SamplingRows
 from kvbraid.engine.token_counts import Int64Array, SeenTokens, TokenCounts
 from kvbraid.request import SamplingParams
@@ -17,7 +18,7 @@ from kvbraid.request import SamplingParams
 FloatArray = NDArray[np.floating[Any]]
 
 # Below this, scores of float32 logits would leave the range in which noise is resolved.
-_MIN_TEMPERATURE = 1e-5
+MIN_TEMPERATURE = 1e-5
 
 
 class SequenceSampling:
@@ -110,7 +111,7 @@ def build_rows(
         (greedy if sequence.is_greedy else filtered if sequence.is_filtered else plain).append(row)
     return SamplingRows(
         num_rows=len(sequences),
-        greedy=torch.tensor(greedy, device=device) if greedy else None,
+        greedy=uploaded(torch.tensor(greedy), device) if greedy else None,
         plain=_row_group(sequences, positions, plain, device),
         filtered=_row_group(sequences, positions, filtered, device),
         edits=_logit_edits(sequences, guesses, vocab_shard, device),
@@ -133,18 +134,17 @@ def _row_group(
             [sequences[row].signed_key for row in rows],
             [positions[row] for row in rows],
             [KEEP_ALL if p.top_k is None else p.top_k for p in params],
-        ],
-        device=device,
+        ]
     )
     real = torch.tensor(
         [
-            [max(p.temperature, _MIN_TEMPERATURE) for p in params],
+            [max(p.temperature, MIN_TEMPERATURE) for p in params],
             [p.top_p for p in params],
             [p.min_p for p in params],
         ],
         dtype=torch.float32,
-        device=device,
     )
+    whole, real = uploaded(whole, device), uploaded(real, device)
     return RowGroup(
         rows=whole[0],
         key=whole[1],
@@ -210,6 +210,6 @@ class _Edits:
             for i in range(num_values)
         )
         return [
-            torch.from_numpy(index).to(device),
-            *(torch.from_numpy(column.astype(np.float32)).to(device) for column in columns),
+            uploaded(torch.from_numpy(index), device),
+            *(uploaded(torch.from_numpy(column.astype(np.float32)), device) for column in columns),
         ]

@@ -4,26 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 
 class LayerTaps:
     """The outputs of `layers` (0-based, full residual stream, before any norm) of one forward."""
 
-    def __init__(self, layers: Sequence[int]) -> None:
+    def __init__(self, layers: Sequence[int], rows: Tensor | None = None) -> None:
+        """rows: [T, len(layers), hidden] that is written; new memory unless given."""
         self._places = {layer: place for place, layer in enumerate(layers)}
-        self._found: list[Tensor | None] = [None] * len(layers)
+        self._missing = set(layers)
+        self._rows = rows
 
     def show(self, layer: int, hidden: Tensor) -> None:
         """The output of `layer`, [T, hidden]; later layers may overwrite it, so it is copied."""
         place = self._places.get(layer)
-        if place is not None:
-            self._found[place] = hidden.clone()
+        if place is None:
+            return
+        if self._rows is None:
+            num_tokens, width = hidden.shape
+            self._rows = hidden.new_empty(num_tokens, len(self._places), width)
+        self._rows[:, place] = hidden
+        self._missing.discard(layer)
 
     def stacked(self) -> Tensor:
         """[T, taps, hidden] in the order asked for. Raises ValueError for a layer never shown."""
-        missing = [layer for layer, place in self._places.items() if self._found[place] is None]
-        if missing:
-            raise ValueError(f"layers {missing} were not shown: the model has fewer")
-        return torch.stack([tap for tap in self._found if tap is not None], dim=1)
+        if self._missing or self._rows is None:
+            raise ValueError(f"layers {sorted(self._missing)} were not shown: the model has fewer")
+        return self._rows

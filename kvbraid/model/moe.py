@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kvbraid.model.config import ModelConfig, MoEConfig
+from kvbraid.model.grouped_experts import GroupedExperts, can_group_experts
 from kvbraid.model.layers import GatedMLP, load_mlp
 from kvbraid.model.parallel import ParallelContext
 from kvbraid.model.weight_reader import WeightReader
@@ -66,22 +67,44 @@ class Router:
         return scores.masked_fill(is_rejected.repeat_interleave(per_expert, dim=-1), rejected)
 
 
+class Experts(Protocol):
+    """The whole experts that one rank keeps."""
+
+    def add(self, out: Tensor, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """out [T, hidden] plus what this rank's experts make of x [T, hidden], in place.
+
+        experts, weights: as in Routing; those of other ranks count for nothing.
+        """
+        ...
+
+
 class MoELayer:
     """This rank's whole experts and its part of the shared ones; a partial sum over the ranks."""
 
-    def __init__(
-        self, router: Router, experts: Sequence[GatedMLP], shard: range, shared: GatedMLP | None
-    ) -> None:
-        """experts: those with the global ids in `shard`."""
+    def __init__(self, router: Router, experts: Experts, shared: GatedMLP | None) -> None:
         self._router = router
-        self._experts = tuple(experts)
-        self._shard = shard
+        self._experts = experts
         self._shared = shared
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, hidden] -> [T, hidden]."""
         routing = self._router.route(x)
         out = torch.zeros_like(x) if self._shared is None else self._shared.forward(x)
+        return self._experts.add(out, x, *routing)
+
+
+class ListedExperts:
+    """Implements Experts with one product after the other, of those experts that have tokens. Which
+    these are is looked up on the host, so a GPU would have to be waited for in every layer."""
+
+    def __init__(self, experts: Sequence[GatedMLP], shard: range) -> None:
+        """experts: those with the global ids in `shard`."""
+        self._experts = tuple(experts)
+        self._shard = shard
+
+    def add(self, out: Tensor, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """See Experts."""
+        routing = Routing(experts, weights)
         if x.shape[0] == 1:
             return self._add_one_token(out, x, routing)
         return self._add_tokens(out, x, routing)
@@ -117,30 +140,57 @@ def load_moe(
     moe = config.moe
     assert moe is not None
     shard = parallel.shard(moe.num_experts)
-    experts = []
     for expert in range(moe.num_experts):
-        name = f"{prefix}.experts.{expert}"
-        if expert in shard:
-            experts.append(
-                load_mlp(
-                    reader,
-                    name,
-                    hidden_size=config.hidden_size,
-                    intermediate_size=moe.intermediate_size,
-                    part=range(moe.intermediate_size),
-                )
-            )
-            continue
-        wide = (moe.intermediate_size, config.hidden_size)
-        reader.expect(f"{name}.gate_proj.weight", wide)
-        reader.expect(f"{name}.up_proj.weight", wide)
-        reader.expect(f"{name}.down_proj.weight", wide[::-1])
+        if expert not in shard:
+            for name, shape in _matrices(f"{prefix}.experts.{expert}", config, moe).items():
+                reader.expect(name, shape)
+    load = _load_grouped if can_group_experts(reader.device) else _load_listed
     return MoELayer(
         _load_router(reader, prefix, config, moe),
-        experts,
-        shard,
+        load(reader, f"{prefix}.experts", config, moe, shard),
         _load_shared(reader, prefix, config, moe, parallel),
     )
+
+
+def _matrices(name: str, config: ModelConfig, moe: MoEConfig) -> dict[str, tuple[int, int]]:
+    wide = (moe.intermediate_size, config.hidden_size)
+    return {
+        f"{name}.gate_proj.weight": wide,
+        f"{name}.up_proj.weight": wide,
+        f"{name}.down_proj.weight": wide[::-1],
+    }
+
+
+def _load_listed(
+    reader: WeightReader, prefix: str, config: ModelConfig, moe: MoEConfig, shard: range
+) -> ListedExperts:
+    size = moe.intermediate_size
+    experts = [
+        load_mlp(
+            reader,
+            f"{prefix}.{expert}",
+            hidden_size=config.hidden_size,
+            intermediate_size=size,
+            part=range(size),
+        )
+        for expert in shard
+    ]
+    return ListedExperts(experts, shard)
+
+
+def _load_grouped(
+    reader: WeightReader, prefix: str, config: ModelConfig, moe: MoEConfig, shard: range
+) -> GroupedExperts:
+    size, hidden = moe.intermediate_size, config.hidden_size
+    dtype, device = reader.dtype, reader.device
+    gate_up = torch.empty(len(shard), 2 * size, hidden, dtype=dtype, device=device)
+    down = torch.empty(len(shard), hidden, size, dtype=dtype, device=device)
+    for place, expert in enumerate(shard):
+        parts = gate_up[place, :size], gate_up[place, size:], down[place]
+        matrices = _matrices(f"{prefix}.{expert}", config, moe)
+        for part, (name, shape) in zip(parts, matrices.items(), strict=True):
+            part.copy_(reader.take(name, shape))
+    return GroupedExperts(gate_up, down, shard)
 
 
 def _load_router(reader: WeightReader, prefix: str, config: ModelConfig, moe: MoEConfig) -> Router:

@@ -100,6 +100,11 @@ class ParallelSettings:
         "auto", "Collectives of the ranks; auto: shared_memory on one host's CPUs, nccl on GPUs."
     )
     attention_backend: str = setting("auto", "Attention backend; auto takes the best that fits.")
+    cuda_graphs: Literal["auto", "always", "never"] = setting(
+        "auto",
+        "Replay decode steps as CUDA graphs; auto: on GPUs where nothing stands against it; "
+        "always: the worker refuses to start otherwise.",
+    )
     heartbeat_seconds: float = setting(
         2.0,
         "Silence after which a rank counts as dead and the worker stops.",
@@ -202,6 +207,11 @@ class SpeculativeSettings:
     draft_worker: str = setting(
         "", "host:port of a draft service that drafts instead; empty: none."
     )
+    draft_wire: Literal["auto", "local_socket", "grpc"] = setting(
+        "auto",
+        "How steps reach draft_worker; auto: a Unix socket and shared memory on one host, gRPC "
+        "otherwise.",
+    )
     tap_fusion: str = setting(
         "", "With draft_worker: the service's drafter checkpoint; this worker applies its fc."
     )
@@ -217,6 +227,15 @@ class SpeculativeSettings:
         "adaptive",
         "adaptive: as many drafts as pay, none below break-even; fixed: always max_draft_tokens.",
     )
+    draft_verification: Literal["exact_match", "ratio_test"] = setting(
+        "exact_match",
+        "exact_match: tokens are those of plain decoding; ratio_test: their law is, and sampled "
+        "drafts are accepted a little more often (embedded drafter only).",
+    )
+    draft_profile_seconds: float = setting(
+        1.5, "On CPUs, longest that steps are timed with drafts before a decode worker serves; 0: "
+        "costs are learnt in use only.", unit="seconds", minimum=0, maximum=600,
+    )  # fmt: skip
     draft_timeout_ms: float = setting(
         50.0, "Longest that a step waits for draft_worker or for a prompt's rows; it decodes "
         "plainly then.",
@@ -244,6 +263,12 @@ class SpeculativeSettings:
             raise ConfigError(
                 f"draft_worker is {self.draft_worker!r} and tap_fusion is {self.tap_fusion!r}: "
                 f"accepted are both or none"
+            )
+        if self.draft_worker and self.draft_verification == "ratio_test":
+            raise ConfigError(
+                f"draft_verification is ratio_test and draft_worker is {self.draft_worker}: the "
+                f"law of its drafts is not known here; accepted is exact_match, or an "
+                f"embedded drafter"
             )
         host, separator, port = self.draft_worker.rpartition(":")
         if self.draft_worker and not (host and separator and port.isdecimal()):

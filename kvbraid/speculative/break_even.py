@@ -9,7 +9,7 @@ which is negative when it was slower than plain decoding. Whatever estimates say
 positive balance, and a probe one that covers its price. The balance starts at INITIAL_CREDIT and
 grows by ALLOWANCE a plain step's worth of tokens, so after T of those all that was ever lost,
 learning and probing included, is at most INITIAL_CREDIT + ALLOWANCE * T and one step's overshoot:
-below 3% from some 300 steps on, whatever the drafter does. What was earned is kept up to a limit
+below 2% from some 300 steps on, whatever the drafter does. What was earned is kept up to a limit
 only, so that old gains do not pay for long for a drafter that has turned bad.
 
 Deterministic: no clock and no random number is read here.
@@ -26,8 +26,8 @@ FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
 
-INITIAL_CREDIT = 4.0
-ALLOWANCE = 0.015
+INITIAL_CREDIT = 3.0
+ALLOWANCE = 0.008
 _MAX_CREDIT = 16.0
 # No single step is charged more than this.
 _MAX_CHARGE = 4.0

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attention.kv_rows import WritePlan
+from attention.kv_rows import WritePlan, on_device
 from kvbraid.speculative.draft_kv import DraftKv
 from kvbraid.speculative.draft_sequences import DraftSequence
 
@@ -52,8 +52,8 @@ def context_chunks(
         span = slice(start, start + MAX_CHUNK_ROWS)
         yield ContextChunk(
             span,
-            rows[span].to(kv.device, dtype),
-            torch.from_numpy(positions[span]).to(kv.device),
+            rows[span].to(kv.device, dtype, non_blocking=True),
+            on_device(positions[span], kv.device),
             kv.write_plan(slots[span], positions[span] - bases[span]),
         )
 

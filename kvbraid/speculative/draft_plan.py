@@ -1,9 +1,10 @@
-"""What a step is to draft, and what came of it."""
+"""What a step is to draft, what came of it, and who decides."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from kvbraid.speculative.break_even import PlainReason
 
@@ -39,3 +40,41 @@ class StepOutcome:
     draft_seconds: float
     step_seconds: float
     has_prompt_rows: bool
+
+
+class Policy(Protocol):
+    """Decides how much is drafted and verified; `kvbraid.speculative.draft_policy.DraftPolicy`."""
+
+    @property
+    def is_drafting(self) -> bool:
+        """Whether drafts are asked for as a rule, not only by probes."""
+        ...
+
+    def open(self) -> int:
+        """A number for a new sequence."""
+        ...
+
+    def close(self, slot: int) -> None:
+        """The sequence has ended."""
+        ...
+
+    def plan(self, slots: Sequence[int], limits: Sequence[int]) -> DraftPlan:
+        """What to ask the drafter for; limits: most drafts of each sequence."""
+        ...
+
+    def width(
+        self,
+        plan: DraftPlan,
+        slots: Sequence[int],
+        *,
+        limits: Sequence[int],
+        num_drafts: Sequence[int],
+        confidences: Sequence[Sequence[float]],
+        draft_seconds: float,
+    ) -> int:
+        """Rows of each sequence in the verify step."""
+        ...
+
+    def record(self, outcome: StepOutcome) -> None:
+        """Learn from an executed step."""
+        ...

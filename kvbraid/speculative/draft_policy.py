@@ -35,6 +35,7 @@ _REVIEW_STEPS = 16
 _WORTH_TRYING = 1.02
 # What takes longer than this times its bound was a pause of the machine and says nothing.
 _PAUSE = 1.5
+_DRAFT_PAUSE = 4.0  # of drafting, which varies more: first drafts come with a prompt's rows
 # A coarse clock may not have advanced.
 _CLOCK_TICK = 1e-9
 # Acceptance of a drafter as good as one may hope: below break-even with this, no probe helps.
@@ -67,6 +68,11 @@ class DraftPolicy:
         self._drafts_in_blocks = drafts_in_blocks
         self._reviewed: list[int] = []
         self._until_review = 0
+
+    @property
+    def is_drafting(self) -> bool:
+        """See Policy."""
+        return self.break_even.reason is None
 
     def open(self) -> int:
         """A slot for a new sequence."""
@@ -126,22 +132,27 @@ class DraftPolicy:
 
     def record(self, outcome: StepOutcome) -> None:
         """Learns from an executed step."""
-        size = len(outcome.slots)
         cost = self._cost(outcome)
+        self.observe_seconds(outcome)
+        if outcome.width > 1:
+            self._learn(outcome)
+        if cost is not None:
+            size = len(outcome.slots)
+            self.break_even.record(size + sum(outcome.num_accepted), size, cost)
+
+    def observe_seconds(self, outcome: StepOutcome) -> None:
+        """Learns what an executed step took, and nothing else of it."""
         if outcome.num_asked > 0:
-            asked = self._asked_as(outcome.num_asked)
             seconds = max(outcome.draft_seconds, _CLOCK_TICK)
-            self.costs.draft.observe(outcome.num_drafting, asked, seconds)
+            self.costs.draft.observe(
+                outcome.num_drafting, self._asked_as(outcome.num_asked), seconds
+            )
         self.costs.observe_step(
-            size,
+            len(outcome.slots),
             outcome.width,
             max(outcome.step_seconds, _CLOCK_TICK),
             has_prompt_rows=outcome.has_prompt_rows,
         )
-        if outcome.width > 1:
-            self._learn(outcome)
-        if cost is not None:
-            self.break_even.record(size + sum(outcome.num_accepted), size, cost)
 
     def _cost(self, outcome: StepOutcome) -> float | None:
         """Of a step in plain steps, a pause of the machine left out; None where it cannot be
@@ -159,7 +170,7 @@ class DraftPolicy:
             draft = self.costs.draft.seconds(outcome.num_drafting)
             asked = self._asked_as(outcome.num_asked)
             usual = plain if draft is None else float(draft[asked - 1])
-            seconds += min(outcome.draft_seconds, _PAUSE * usual)
+            seconds += min(outcome.draft_seconds, _DRAFT_PAUSE * usual)
         return seconds / plain
 
     def _asked_as(self, num_drafts: int) -> int:
@@ -199,15 +210,11 @@ class DraftPolicy:
                 self.rates.forget(slots)
             return self._drafts(probe.width, limits, is_trial=True)
         if verdict is Verdict.DRAFT:
-            return self._drafts(choice.width, limits * (pays | self._joining(slots)))
+            joins, begins = self.gates.join(slots)
+            self.rates.forget(slots[begins])
+            return self._drafts(choice.width, limits * (pays | joins))
         self._reviewed, self._until_review = slots.tolist(), _REVIEW_STEPS
         return self._plain(len(slots), self.break_even.reason)
-
-    def _joining(self, slots: IntArray) -> BoolArray:
-        joins, begins = self.gates.join(slots)
-        if begins.any():
-            self.rates.forget(slots[begins])
-        return joins
 
     def _seconds(self, size: int) -> tuple[FloatArray, FloatArray]:
         """Of a whole step by width, as estimated and bounded from below: two of [g + 1]."""

@@ -27,6 +27,9 @@ class DraftSampler:
         self._vocabulary = vocabulary
         rows = [i for i, task in enumerate(tasks) if task.sampling.temperature > 0]
         self._rows: Tensor | None = None
+        self._wants_laws = any(task.sampling.wants_law for task in tasks)
+        self._places = {row: place for place, row in enumerate(rows)}
+        self._laws: list[Tensor] = []
         if not rows:
             return
         drawn = [tasks[i] for i in rows]
@@ -47,6 +50,16 @@ class DraftSampler:
             words = row_words(self._keys, self._first_positions + draft)
             h = hash_words(self._vocabulary.noise_words, words.a[:, None], words.b[:, None])
             drawn = scores.index_select(0, self._rows).div_(self._temperatures[:, None])
+            if self._wants_laws:
+                self._laws.append(drawn.softmax(1))
             scores.index_copy_(0, self._rows, drawn.sub_(negative_gumbel(h)))
         # On CPUs argmax takes three times as long.
         return scores.max(dim=1).indices
+
+    def laws(self, task: DraftTask, row: int) -> Tensor | None:
+        """The law of each draft that `choose` has chosen for `task`, number `row` of the tasks, at
+        most as many as it wanted: float32 [k, V] over target ids; None unless it wants them."""
+        if not task.sampling.wants_law or row not in self._places:
+            return None
+        laws = torch.stack([law[self._places[row]] for law in self._laws[: task.num_wanted]])
+        return self._vocabulary.target_laws(laws)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attention.kv_rows import on_device
 from kvbraid.speculative.context_rows import SequenceRows, context_chunks
 from kvbraid.speculative.draft_kv import DraftKv
 from kvbraid.speculative.draft_sampler import DraftSampler
@@ -58,12 +59,17 @@ class DSparkSession:
         first = 0 if config.predicts_from_anchor else 1
         # Every slot sees the whole block, so it is computed whole whatever is wanted of it.
         hidden = self._forward_blocks(drafting)[:, first : first + num_drafts]
-        drafts, embedded = self._draw(tasks, hidden)
+        sampler = DraftSampler(tasks, self._drafter.vocabulary, self._kv.device)
+        drafts, embedded = self._draw(tasks, hidden, sampler)
         confidences = self._drafter.confidences(hidden, embedded)
         ids = drafts.tolist()
         levels = [[]] * len(tasks) if confidences is None else confidences.tolist()
         return [
-            Proposal(tuple(ids[i][: task.num_wanted]), tuple(levels[i][: task.num_wanted]))
+            Proposal(
+                tuple(ids[i][: task.num_wanted]),
+                tuple(levels[i][: task.num_wanted]),
+                laws=sampler.laws(task, i),
+            )
             for i, task in enumerate(tasks)
         ]
 
@@ -78,22 +84,23 @@ class DSparkSession:
         token_ids[:, 0] = [a.task.anchor_id for a in drafting]
         positions = anchors[:, None] + np.arange(size)
         hidden = self._drafter.forward(
-            torch.from_numpy(token_ids.ravel()).to(device),
-            torch.from_numpy(positions.ravel()).to(device),
+            on_device(token_ids.ravel(), device),
+            on_device(positions.ravel(), device),
             step,
         )
         return hidden.view(len(drafting), size, -1)
 
-    def _draw(self, tasks: Sequence[DraftTask], hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def _draw(
+        self, tasks: Sequence[DraftTask], hidden: Tensor, sampler: DraftSampler
+    ) -> tuple[Tensor, Tensor]:
         """hidden [B, k, d] of the drafts' slots -> drafts, int64 [B, k], and markov_w1 of the
         token before each, [B, k, r]."""
         drafter, device = self._drafter, self._kv.device
         batch_size, num_drafts, _ = hidden.shape
         logits = drafter.logits(hidden.flatten(0, 1)).view(batch_size, num_drafts, -1)
-        sampler = DraftSampler(tasks, drafter.vocabulary, device)
         head = drafter.markov_head
         cell = head.new_cell()
-        token_ids = torch.tensor([task.anchor_id for task in tasks], device=device)
+        token_ids = on_device(np.array([task.anchor_id for task in tasks]), device)
         drafts, embedded = [], []
         for draft in range(num_drafts):
             before = head.embed(token_ids)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from attention.kv_rows import on_device
 from kvbraid.speculative.context_rows import SequenceRows, context_chunks, join_rows
 from kvbraid.speculative.draft_kv import DraftKv
 from kvbraid.speculative.draft_sampler import DraftSampler
@@ -79,15 +80,16 @@ class Eagle3Session:
         ids = chain.from_iterable(
             a.task.next_token_ids[:count] for a, count in zip(admitted, counts, strict=True)
         )
-        token_ids = torch.from_numpy(np.fromiter(ids, np.int64)).to(self._kv.device)
+        token_ids = on_device(np.fromiter(ids, np.int64), self._kv.device)
         for chunk in context_chunks(parts, self._kv, self._drafter.dtype):
             keys = self._drafter.key_rows(chunk.rows, token_ids[chunk.span], chunk.positions)
             self._kv.pool.write(0, chunk.write_plan, *keys)
 
     def _keep_newest(self, admitted: Sequence[Admitted]) -> None:
-        slots = [a.sequence.slot for a in admitted]
-        newest = join_rows([a.task.rows[-1:] for a in admitted])
-        self._newest_rows[slots] = newest.to(self._newest_rows)
+        slots = np.array([a.sequence.slot for a in admitted])
+        newest, kept = join_rows([a.task.rows[-1:] for a in admitted]), self._newest_rows
+        newest = newest.to(kept.device, kept.dtype, non_blocking=True)
+        kept.index_copy_(0, on_device(slots, kept.device), newest)
         self._newest_positions[slots] = [a.task.anchor_position - 1 for a in admitted]
 
     def _propose(self, drafting: Sequence[Admitted]) -> list[Proposal]:
@@ -100,9 +102,9 @@ class Eagle3Session:
             max(task.num_wanted for task in tasks), self._drafter.config.max_draft_tokens
         )
         sampler = DraftSampler(tasks, self._drafter.vocabulary, device)
-        features = self._newest_rows[torch.from_numpy(slots).to(device)]
-        token_ids = torch.tensor([task.next_token_ids[-1] for task in tasks], device=device)
-        positions = torch.from_numpy(anchors - 1).to(device)
+        features = self._newest_rows[on_device(slots, device)]
+        token_ids = on_device(np.array([task.next_token_ids[-1] for task in tasks]), device)
+        positions = on_device(anchors - 1, device)
         drafts = []
         for draft in range(num_drafts):
             step = self._kv.plan_step(slots, lengths + draft)
@@ -112,5 +114,6 @@ class Eagle3Session:
             drafts.append(token_ids)
         rows = torch.stack(drafts, dim=1).tolist()
         return [
-            Proposal(tuple(ids[: task.num_wanted])) for task, ids in zip(tasks, rows, strict=True)
+            Proposal(tuple(ids[: task.num_wanted]), laws=sampler.laws(task, row))
+            for row, (task, ids) in enumerate(zip(tasks, rows, strict=True))
         ]

@@ -26,6 +26,9 @@ class EmbeddedDrafting:
     def take_rows(self) -> None:
         """Nothing is pushed."""
 
+    def await_rows(self, keys: Sequence[str]) -> None:
+        """Nothing is pushed."""
+
     def drop(self, key: str) -> None:
         """See Drafting."""
         self._proposer.drop(key)

@@ -10,6 +10,8 @@ from kvbraid.speculative.draft_policy import DraftPlan, StepOutcome
 class FixedPolicy:
     """`DraftPolicy` without any judgement."""
 
+    is_drafting = True
+
     def __init__(self, max_draft_tokens: int) -> None:
         self._max_draft_tokens = max_draft_tokens
         self._num_opened = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -13,10 +13,13 @@ class DraftSampling:
     noise agrees more often; one that does not is only slower.
 
     temperature: 0 is greedy. signed_key: the sequence's sampling key as a signed 64-bit number.
+    wants_law: the proposal must say what law its drafts were drawn from (the ratio test's q). A
+    drafter that cannot say leaves it out, and its drafts are not used then.
     """
 
     temperature: float = 0.0
     signed_key: int = 0
+    wants_law: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +54,13 @@ class Proposal:
     """Drafts of one sequence; may be fewer than wanted, also none.
 
     confidences: for each draft the drafter's own estimate that the target agrees, given that it
-    agreed with those before; empty where the drafter has no such head.
+    agreed with those before; empty where the drafter has no such head. laws: float32 [k, V], the
+    law that each draft was drawn from, given those before; None unless it was wanted.
     """
 
     token_ids: tuple[int, ...] = ()
     confidences: tuple[float, ...] = ()
+    laws: Tensor | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

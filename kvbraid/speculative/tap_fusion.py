@@ -32,7 +32,7 @@ class TapFusion:
         """before: applied to the taps [T, m, d_t] in turn; after: to the fused rows [T, d]."""
         self.tap_layers = config.tap_layers
         self.fused_width = config.fused_width
-        self._shape = (len(config.tap_layers), config.target_hidden_size)
+        self.tap_shape = (len(config.tap_layers), config.target_hidden_size)
         self._before = tuple(before)
         self._fc = fc
         self._after = after
@@ -41,8 +41,8 @@ class TapFusion:
     def fuse(self, taps: Tensor) -> Tensor:
         """taps [T, m, d_t]: the residual stream after each tapped layer, before any norm, in the
         order of `tap_layers` -> [T, d]. Raises ValueError for another shape."""
-        if taps.shape[1:] != self._shape:
-            raise ValueError(f"taps {tuple(taps.shape)} must be [T, {self._shape}]")
+        if taps.shape[1:] != self.tap_shape:
+            raise ValueError(f"taps {tuple(taps.shape)} must be [T, {self.tap_shape}]")
         for apply in self._before:
             taps = apply(taps)
         fused = self._fc.forward(taps.flatten(1))

@@ -50,6 +50,14 @@ class VocabularyWeights:
         """int64, any shape -> the same."""
         return draft_ids if self._target_ids is None else self._target_ids[draft_ids]
 
+    def target_laws(self, laws: Tensor) -> Tensor:
+        """Laws over draft ids [n, Vd] -> over target ids [n, V]: 0 where no draft id leads to."""
+        if self._target_ids is None:
+            return laws
+        return laws.new_zeros(len(laws), len(self._embedding)).index_copy_(
+            1, self._target_ids, laws
+        )
+
     @cached_property
     def noise_words(self) -> Tensor:
         """int32 [Vd]: hash of each draft id's target id, see `kvbraid.sampling_noise`."""

@@ -36,7 +36,7 @@ OUTCOMES = (
 )
 APIS = ("grpc", "http")
 DIRECTIONS = ("in", "out")
-MOVERS = ("auto", "shared_memory", "grpc_push")
+MOVERS = ("auto", "shared_memory", "grpc_push", "mixed")
 POOLS = ("prefill", "decode")
 WORKER_STATES = ("down", "loading", "up", "draining", "incompatible")
 PATHS = ("handoff", "local")
@@ -58,7 +58,8 @@ LABELS = {
     "layout": "source and destination as tpTdcpC-tpTdcpC; as many as pairs of worker shapes are "
     "deployed",
     "method": "gRPC method of one of our services",
-    "mover": "how rows travel: shared_memory, grpc_push, or auto (chosen for each peer)",
+    "mover": "how rows travel. out: what was used, shared_memory, grpc_push, or mixed where the "
+    "ranks of the other worker are on several hosts; in: as configured, auto or one of them",
     "outcome": "finish reason, or error reason in lower case",
     "part": "part of a step",
     "path": "handoff: a prefill worker, then a decode worker; local: the decode worker alone",

@@ -1,4 +1,4 @@
-"""How fused rows travel: the one place that knows. In the message itself, as raw bytes."""
+"""How fused rows travel between processes; here: in the message itself, as raw bytes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from kvbraid.v1 import draft_pb2 as pb
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 _EXPONENTS = {
-    torch.float32: (np.uint32, np.uint32(0x7F800000)),
-    torch.bfloat16: (np.uint16, np.uint16(0x7F80)),
-    torch.float16: (np.uint16, np.uint16(0x7C00)),
+    torch.float32: (torch.int32, np.int32(0x7F800000)),
+    torch.bfloat16: (torch.int16, np.int16(0x7F80)),
+    torch.float16: (torch.int16, np.int16(0x7C00)),
 }
 
 
@@ -49,10 +49,6 @@ class RowCarrier(Protocol):
         carries another number of bytes."""
         ...
 
-    def is_finite(self, message: pb.DraftRows) -> bool:
-        """Whether every number of the rows in `message` is one."""
-        ...
-
 
 class InlineRows:
     """RowCarrier that puts the bytes into the message."""
@@ -77,12 +73,7 @@ class InlineRows:
         """See RowCarrier."""
         expected = num_rows * self._format.row_bytes
         data = message.inline
-        if len(data) != expected:
-            raise InvalidRequestError(
-                f"rows have {len(data)} bytes, accepted: {expected} for {num_rows} rows "
-                f"of {self._format.row_bytes}",
-                field="rows",
-            )
+        check_num_bytes(len(data), num_rows, self._format)
         shape = (num_rows, self._format.hidden_size)
         if num_rows == 0:
             return torch.empty(shape, dtype=self._format.dtype)
@@ -91,13 +82,28 @@ class InlineRows:
         ctypes.memmove(rows.data_ptr(), data, expected)
         return rows
 
-    def is_finite(self, message: pb.DraftRows) -> bool:
-        """See RowCarrier. On the bits: an infinity or a NaN has every bit of the exponent set."""
-        integer, exponent = _EXPONENTS[self._format.dtype]
-        bits = np.frombuffer(message.inline, integer) & exponent
-        return not bool((bits == exponent).any())
+
+def rows_are_finite(rows: Tensor) -> bool:
+    """Whether every number of `rows` (on the CPU, of a RowFormat's dtype) is one.
+
+    On the bits, without torch's passes: an infinity or a NaN has every bit of the exponent set.
+    """
+    integer, exponent = _EXPONENTS[rows.dtype]
+    bits = rows.view(integer).numpy() & exponent
+    return not bool((bits == exponent).any())
+
+
+def check_num_bytes(num_bytes: int, num_rows: int, row_format: RowFormat) -> None:
+    """Raises InvalidRequestError unless `num_bytes` are those of `num_rows` rows."""
+    expected = num_rows * row_format.row_bytes
+    if num_bytes != expected:
+        raise InvalidRequestError(
+            f"rows have {num_bytes} bytes, accepted: {expected} for {num_rows} rows "
+            f"of {row_format.row_bytes}",
+            field="rows",
+        )
 
 
 def row_carrier(row_format: RowFormat) -> RowCarrier:
-    """The way for rows of `row_format`: chosen here and nowhere else."""
+    """The way for rows of `row_format` where no memory is shared."""
     return InlineRows(row_format)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvbraid.errors import InvalidRequestError
 from kvbraid.speculative.proposal import DraftSampling, DraftTask
-from kvbraid.transport.draft_rows import RowCarrier
+from kvbraid.transport.draft_rows import RowCarrier, rows_are_finite
 from kvbraid.transport.draft_terms import DraftTerms
 from kvbraid.v1 import draft_pb2 as pb
 
@@ -100,7 +100,7 @@ def tasks_from_proto(
             parts, ends, *columns.values(), strict=False
         )
     ]
-    return ReceivedTasks(tasks, _not_finite(carrier, message.rows, parts))
+    return ReceivedTasks(tasks, _not_finite(rows, parts))
 
 
 def _columns(message: pb.DraftStep) -> Columns:
@@ -120,10 +120,8 @@ def _columns(message: pb.DraftStep) -> Columns:
     }
 
 
-def _not_finite(
-    carrier: RowCarrier, message: pb.DraftRows, parts: Sequence[Tensor]
-) -> frozenset[int]:
-    if carrier.is_finite(message):
+def _not_finite(rows: Tensor, parts: Sequence[Tensor]) -> frozenset[int]:
+    if rows_are_finite(rows):
         return frozenset()
     return frozenset(i for i, part in enumerate(parts) if not bool(part.isfinite().all()))
 

@@ -52,6 +52,15 @@ class DraftTerms:
         return RowFormat(self.hidden_size, self.row_dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class LocalSocketOffer:
+    """A way for one stream's messages on one host, see draft.proto."""
+
+    host_id: str
+    socket_name: str
+    token: bytes
+
+
 def misfits(peer: DraftPeer, terms: DraftTerms) -> list[str]:
     """Every reason why `peer` cannot be served on `terms`; both sides ask."""
     pairs = (
@@ -109,6 +118,21 @@ def terms_to_proto(terms: DraftTerms) -> pb.DraftTerms:
         max_sequences=terms.max_sequences,
         max_position=terms.max_position,
     )
+
+
+def offer_to_proto(offer: LocalSocketOffer) -> pb.LocalSocketOffer:
+    """A part of the answer to hello."""
+    return pb.LocalSocketOffer(
+        host_id=offer.host_id, socket_name=offer.socket_name, token=offer.token
+    )
+
+
+def offer_from_proto(message: pb.DraftTerms) -> LocalSocketOffer | None:
+    """What a service offers with its terms; None for nothing."""
+    if not message.HasField("local"):
+        return None
+    offer = message.local
+    return LocalSocketOffer(offer.host_id, offer.socket_name, offer.token)
 
 
 def terms_from_proto(message: pb.DraftTerms) -> DraftTerms:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
 from kvbraid.transport.grant import RankEndpoint
@@ -62,3 +62,13 @@ def choose_mover(choice: MoverChoice, endpoint: RankEndpoint, own_host_id: str) 
         return choice
     reaches = bool(endpoint.ring_name) and endpoint.host_id == own_host_id != ""
     return "shared_memory" if reaches else "grpc_push"
+
+
+def movers_used(
+    choice: MoverChoice, endpoints: Sequence[RankEndpoint], own_host_id: str
+) -> Literal["shared_memory", "grpc_push", "mixed"]:
+    """How rows reach the ranks of one worker; mixed where some are on another host."""
+    names = {choose_mover(choice, endpoint, own_host_id) for endpoint in endpoints}
+    if names == {"shared_memory"}:
+        return "shared_memory"
+    return "grpc_push" if names == {"grpc_push"} else "mixed"

@@ -170,3 +170,5 @@ async def _tell(context: Context, call: InboundCall, slots: list[int]) -> None:
         await asyncio.shield(writing)
     finally:
         await asyncio.wait({writing})
+        # Whoever was cancelled has no use for it, but unseen it would be logged as an error.
+        writing.exception()

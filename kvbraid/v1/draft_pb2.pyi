@@ -188,6 +188,7 @@ class DraftTerms(_message.Message):
     MAX_ROWS_PER_MESSAGE_FIELD_NUMBER: _builtins.int
     MAX_SEQUENCES_FIELD_NUMBER: _builtins.int
     MAX_POSITION_FIELD_NUMBER: _builtins.int
+    LOCAL_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Of this protocol."""
     epoch: _builtins.int
@@ -222,6 +223,10 @@ class DraftTerms(_message.Message):
     def tap_layers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """0-based target layers whose output makes a row, in order. Their number is the number of taps."""
 
+    @_builtins.property
+    def local(self) -> Global___LocalSocketOffer:
+        """A faster way for this stream's messages; absent where the service has none."""
+
     def __init__(
         self,
         *,
@@ -240,14 +245,49 @@ class DraftTerms(_message.Message):
         max_rows_per_message: _builtins.int = ...,
         max_sequences: _builtins.int = ...,
         max_position: _builtins.int = ...,
+        local: Global___LocalSocketOffer | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["local", b"local"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_vocab_size", b"draft_vocab_size", "drafter_digest", b"drafter_digest", "drafter_kind", b"drafter_kind", "epoch", b"epoch", "hidden_size", b"hidden_size", "max_draft_tokens", b"max_draft_tokens", "max_position", b"max_position", "max_rows_per_message", b"max_rows_per_message", "max_sequences", b"max_sequences", "predicts_from_anchor", b"predicts_from_anchor", "protocol_version", b"protocol_version", "row_dtype", b"row_dtype", "tap_layers", b"tap_layers", "target_digest", b"target_digest", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_vocab_size", b"draft_vocab_size", "drafter_digest", b"drafter_digest", "drafter_kind", b"drafter_kind", "epoch", b"epoch", "hidden_size", b"hidden_size", "local", b"local", "max_draft_tokens", b"max_draft_tokens", "max_position", b"max_position", "max_rows_per_message", b"max_rows_per_message", "max_sequences", b"max_sequences", "predicts_from_anchor", b"predicts_from_anchor", "protocol_version", b"protocol_version", "row_dtype", b"row_dtype", "tap_layers", b"tap_layers", "target_digest", b"target_digest", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DraftTerms: _TypeAlias = DraftTerms  # noqa: Y015
+
+@_typing.final
+class LocalSocketOffer(_message.Message):
+    """A Unix-domain stream socket for the messages of one Draft stream. The worker connects, sends
+    `token` and with it, as SCM_RIGHTS, a memfd sealed against growing and shrinking of
+    max_rows_per_message rows; the service answers one byte 1. From then on both sides send frames:
+    a little-endian uint32, the length of what follows, and a DraftRequest or DraftResponse.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HOST_ID_FIELD_NUMBER: _builtins.int
+    SOCKET_NAME_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
+    host_id: _builtins.str
+    """Both sides see the same sockets and memory where theirs are equal and not empty."""
+    socket_name: _builtins.str
+    """Name of the socket in Linux's abstract namespace, without the leading zero byte."""
+    token: _builtins.bytes
+    """256 random bits, good for one connection."""
+    def __init__(
+        self,
+        *,
+        host_id: _builtins.str = ...,
+        socket_name: _builtins.str = ...,
+        token: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["host_id", b"host_id", "socket_name", b"socket_name", "token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LocalSocketOffer: _TypeAlias = LocalSocketOffer  # noqa: Y015
 
 @_typing.final
 class DraftRows(_message.Message):
@@ -256,18 +296,24 @@ class DraftRows(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     INLINE_FIELD_NUMBER: _builtins.int
+    SHARED_BYTES_FIELD_NUMBER: _builtins.int
     inline: _builtins.bytes
     """In this message."""
+    shared_bytes: _builtins.int
+    """So many bytes at the beginning of the memory that came with LocalSocketOffer.token. They are
+    the service's until it has answered the step.
+    """
     def __init__(
         self,
         *,
         inline: _builtins.bytes = ...,
+        shared_bytes: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["carrier", b"carrier", "inline", b"inline"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["carrier", b"carrier", "inline", b"inline", "shared_bytes", b"shared_bytes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["carrier", b"carrier", "inline", b"inline"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["carrier", b"carrier", "inline", b"inline", "shared_bytes", b"shared_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_carrier: _TypeAlias = _typing.Literal["inline"]  # noqa: Y015
+    _WhichOneofReturnType_carrier: _TypeAlias = _typing.Literal["inline", "shared_bytes"]  # noqa: Y015
     _WhichOneofArgType_carrier: _TypeAlias = _typing.Literal["carrier", b"carrier"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_carrier) -> _WhichOneofReturnType_carrier | None: ...
 

@@ -135,7 +135,7 @@ class HandoffDone(_message.Message):
     compute_us: _builtins.int
     """Time computing the prompt."""
     transfer_us: _builtins.int
-    """Time from the first frame sent to the last acknowledged."""
+    """Time from the last chunk computed to the last row acknowledged."""
     def __init__(
         self,
         *,

@@ -8,7 +8,8 @@ import random
 from collections.abc import Callable
 
 from kvbraid.errors import KVBraidError
-from kvbraid.transport.draft_stream import DraftStream, OutgoingMessage, open_draft_stream
+from kvbraid.transport.draft_connection import DraftWireChoice, open_draft_stream
+from kvbraid.transport.draft_stream import DraftStream
 from kvbraid.transport.draft_terms import DraftPeer
 from kvbraid.transport.grpc_push import ChannelFactory
 
@@ -20,9 +21,10 @@ _MAX_RETRY_S = 5.0
 
 
 class DraftLink:
-    """Connects, connects again with growing pauses, and writes what is posted, in order.
+    """Connects, and connects again with growing pauses.
 
-    on_change: called in the loop with the stream when it opens and with None when it is lost.
+    wire: how the stream is carried. on_change: called in the loop with the stream when it opens
+    and with None when it is lost.
     """
 
     def __init__(
@@ -31,17 +33,17 @@ class DraftLink:
         address: str,
         peer: DraftPeer,
         channels: ChannelFactory,
+        wire: DraftWireChoice,
         on_change: Callable[[DraftStream | None], None],
         first_retry_s: float = _FIRST_RETRY_S,
     ) -> None:
         self._address = address
         self._peer = peer
         self._channels = channels
+        self._wire = wire
         self._on_change = on_change
         self._first_retry_s = first_retry_s
-        self._outgoing: asyncio.Queue[OutgoingMessage] = asyncio.Queue()
         self._task: asyncio.Task[None] | None = None
-        self._stream: DraftStream | None = None
 
     def start(self) -> None:
         """Connect from the running loop."""
@@ -49,18 +51,11 @@ class DraftLink:
         self._task.add_done_callback(_report)
 
     async def stop(self) -> None:
-        """Close the stream; nothing is connected or written afterwards."""
+        """Close the stream; nothing is connected afterwards."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait({self._task})
             self._task = None
-
-    def post(self, message: OutgoingMessage, stream: DraftStream) -> None:
-        """Write `message`, made for `stream`; when that one is lost the step is told at once."""
-        if stream is self._stream:
-            self._outgoing.put_nowait(message)
-        elif message.on_answer is not None:
-            message.on_answer(None)
 
     async def _run(self) -> None:
         pause_s = self._first_retry_s
@@ -68,9 +63,13 @@ class DraftLink:
         while True:
             try:
                 stream = await open_draft_stream(
-                    self._channels(self._address), self._address, self._peer, timeout_s=_HANDSHAKE_S
+                    self._channels(self._address),
+                    self._address,
+                    self._peer,
+                    self._wire,
+                    timeout_s=_HANDSHAKE_S,
                 )
-                logger.info("drafts come from %s", self._address)
+                logger.info("drafts come from %s by %s", self._address, stream.wire)
                 pause_s, last_reason = self._first_retry_s, ""
                 await self._use(stream)
                 reason = "the draft service drains"
@@ -85,38 +84,12 @@ class DraftLink:
 
     async def _use(self, stream: DraftStream) -> None:
         """Until the service says goodbye; raises the KVBraidError that ends the stream."""
-        loop = asyncio.get_running_loop()
-        self._stream = stream
         self._on_change(stream)
-        reader = loop.create_task(self._read(stream))
-        writer = loop.create_task(self._write(stream))
         try:
-            await asyncio.wait({reader, writer}, return_when=asyncio.FIRST_COMPLETED)
+            await stream.run()
         finally:
-            self._stream = None
             self._on_change(None)
-            reader.cancel()
-            writer.cancel()
             stream.close()
-            self._forget_outgoing()
-            await asyncio.wait({reader, writer})
-        for task in (reader, writer):
-            if not task.cancelled():
-                task.result()
-
-    async def _read(self, stream: DraftStream) -> None:
-        while await stream.receive():
-            pass
-
-    async def _write(self, stream: DraftStream) -> None:
-        while True:
-            await stream.send(await self._outgoing.get())
-
-    def _forget_outgoing(self) -> None:
-        while not self._outgoing.empty():
-            message = self._outgoing.get_nowait()
-            if message.on_answer is not None:
-                message.on_answer(None)
 
 
 def _report(task: asyncio.Task[None]) -> None:

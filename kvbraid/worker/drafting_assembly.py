@@ -22,10 +22,11 @@ from kvbraid.speculative.embedded_drafting import EmbeddedDrafting
 from kvbraid.speculative.fixed_policy import FixedPolicy
 from kvbraid.speculative.fused_rows import FusedRows
 from kvbraid.speculative.proposer import Proposer
-from kvbraid.speculative.verify_budget import best_width
+from kvbraid.speculative.verify_budget import WidthRule
 from kvbraid.telemetry.speculation_metrics import SpeculationMetrics
 from kvbraid.transport.draft_terms import DraftPeer, DraftTerms
 from kvbraid.worker.drafter_terms import drafter_terms
+from kvbraid.worker.drafter_warm_up import warm_up_proposer
 from kvbraid.worker.rank import Rank
 from kvbraid.worker.rank_assembly import BuiltRank, RankSettings
 from kvbraid.worker.receiving_drafting import ReceivingDrafting
@@ -102,6 +103,7 @@ def _embedded(
         num_kv_tokens=speculative.draft_kv_tokens or num_pool_tokens,
         max_sequences=max_num_seqs,
     )
+    warm_up_proposer(proposer, built.dtype, built.device)
     return EmbeddedDrafting(proposer, speculative.num_drafts(config.max_draft_tokens))
 
 
@@ -135,6 +137,7 @@ async def _receiving(rank: Rank, observer: OnReport) -> RankSpeculation:
     )
     drafting.serve_on(rank.server)
     drafted = _drafted(settings, rank.built, opened.config, drafting, rank.max_model_len, observer)
+    drafting.keep_in(drafted.keep_rows)
     return RankSpeculation(drafted, drafting.on_rows)
 
 
@@ -185,7 +188,8 @@ def _drafted(
     return DraftedDecoding(
         drafting,
         built.fused_rows,
-        _policy(settings.speculative, config),
+        _policy(settings.speculative, config, built.verification.width_rule),
+        built.verification.drawing,
         logical_page_size=built.pool.stripe.logical_page_size,
         max_model_len=max_model_len,
         vocab_size=built.runner.model.config.vocab_size,
@@ -193,12 +197,14 @@ def _drafted(
     )
 
 
-def _policy(settings: SpeculativeSettings, config: AnyDrafterConfig) -> DraftPolicy | FixedPolicy:
+def _policy(
+    settings: SpeculativeSettings, config: AnyDrafterConfig, width_rule: WidthRule
+) -> DraftPolicy | FixedPolicy:
     max_drafts = settings.num_drafts(config.max_draft_tokens)
     if settings.draft_policy == "fixed":
         return FixedPolicy(max_drafts)
     return DraftPolicy(
-        max_drafts, width_rule=best_width, drafts_in_blocks=isinstance(config, DSparkConfig)
+        max_drafts, width_rule=width_rule, drafts_in_blocks=isinstance(config, DSparkConfig)
     )
 
 

@@ -94,6 +94,10 @@ class IngestGrants:
         grant.has_begun = True
         return grant
 
+    def concern(self, tasks: Sequence[DraftTask]) -> bool:
+        """Whether `settle` may wait for or change one of `tasks`."""
+        return bool(self._by_key) and any(task.key in self._by_key for task in tasks)
+
     async def settle(self, tasks: Sequence[DraftTask], wait_s: float) -> Sequence[DraftTask]:
         """`tasks` as they go to the proposer: those of sequences with a grant wait, up to wait_s
         in all, for the rows before them, and start cold where these do not come."""

@@ -11,7 +11,7 @@ import grpc
 from kvbraid.errors import DeadlineError, IncompatibleError, InvalidRequestError
 from kvbraid.rpc.server import RpcServer
 from kvbraid.speculative.proposal import DraftTask
-from kvbraid.transport.draft_rows import row_carrier
+from kvbraid.transport.draft_rows import row_carrier, rows_are_finite
 from kvbraid.transport.draft_step import check_drafted_ids, check_key, check_span
 from kvbraid.v1 import draft_pb2 as pb
 from kvbraid.v1 import draft_pb2_grpc
@@ -63,7 +63,7 @@ class IngestServicer(draft_pb2_grpc.DraftServiceServicer):
         check_span(message.first_position, len(ids), terms.max_position)
         check_drafted_ids("next_token_ids", ids, terms.vocab_size)
         rows = self._carrier.unpack(message.rows, len(ids))
-        if not self._carrier.is_finite(message.rows):
+        if not rows_are_finite(rows):
             raise InvalidRequestError("rows are not finite", field="rows")
         return DraftTask(
             key="",

@@ -23,7 +23,8 @@ from kvbraid.rpc.server import RpcServer
 from kvbraid.telemetry.endpoint import MetricsEndpoint
 from kvbraid.telemetry.loop_lag import sample_loop_lag
 from kvbraid.tokenizer import load_tokenizer
-from kvbraid.worker.drafter_check import check_drafter
+from kvbraid.worker.cost_profile import profile_costs
+from kvbraid.worker.drafter_check import check_drafter, check_prompt
 from kvbraid.worker.drafting_assembly import drafting_of
 from kvbraid.worker.endpoints import gather_endpoints
 from kvbraid.worker.engine_thread import EngineFailedError, EngineThread
@@ -33,6 +34,7 @@ from kvbraid.worker.rank import Rank
 from kvbraid.worker.rank_assembly import num_compute_threads
 from kvbraid.worker.rank_watch import follow_ranks, watch_rank
 from kvbraid.worker.request_streams import RequestStreams
+from kvbraid.worker.window_rehearsal import rehearse_windows
 from kvbraid.worker.worker import StepObserver, Worker, WorkerIdentity
 
 logger = logging.getLogger(__name__)
@@ -79,7 +81,13 @@ async def lead(rank: Rank, add_services: AddServices) -> int:
             asyncio.create_task(sample_loop_lag(rank.metrics.process.loop_lag_seconds.observe)),
         ]
         if isinstance(speculation, DraftedDecoding):
-            await check_drafter(worker, speculation, load_tokenizer(Path(settings.model.model)))
+            prompt = check_prompt(load_tokenizer(Path(settings.model.model)))
+            await check_drafter(worker, speculation, prompt)
+            if rank.built.device.type != "cpu":
+                await rehearse_windows(worker, speculation, prompt)
+            else:
+                limit_s = settings.speculative.draft_profile_seconds
+                await profile_costs(worker, speculation, prompt, limit_s=limit_s)
         await rank.server.set_serving(True)
         report = ReadyReport(rank.role, os.getpid(), rank.server.address, metrics_endpoint.address)
         write_ready(settings.server.ready_file, report)

@@ -11,18 +11,22 @@ from typing import Protocol
 import torch
 
 from attention.dcp import DcpAttention
-from attention.dispatch import AttentionNeeds, UnsupportedCombination, choose
 from attention.exchanges.base import ExchangeLimits
-from attention.interface import GQAGeometry, Group, MLAGeometry
+from attention.interface import Group
 from attention.layout import HeadLayout, StripeLayout
+from kvbraid.engine.captured_forward import CapturedForward, DecodeLimits
 from kvbraid.engine.communicator import RankGroups
+from kvbraid.engine.cuda_graph import CudaGraphCapture
 from kvbraid.engine.debug_guard import make_guard
 from kvbraid.engine.kv_exchange import KvExchange, RowReceiver, RowSender
 from kvbraid.engine.model_runner import ModelRunner
 from kvbraid.engine.rank_executor import RankExecutor
 from kvbraid.engine.rank_state import RankState
 from kvbraid.engine.ranks import RankContext
+from kvbraid.engine.ratio_verification import RatioTest
 from kvbraid.engine.sampled_exchange import sampled
+from kvbraid.engine.step_forward import EagerForward, RankModel
+from kvbraid.engine.verification import ExactMatch, Verification
 from kvbraid.errors import ConfigError
 from kvbraid.kv.kv_layout import KvLayout, ranks_heads
 from kvbraid.kv.page_pool import KvSpec, StripedPagePool
@@ -40,6 +44,12 @@ from kvbraid.settings import (
 from kvbraid.speculative.drafter_source import open_drafter
 from kvbraid.speculative.fused_rows import FusedRows
 from kvbraid.speculative.tap_fusion import load_tap_fusion
+from kvbraid.worker.attention_choice import (
+    attention_needs,
+    capture_obstacles,
+    choose_attention,
+)
+from kvbraid.worker.drafter_warm_up import warm_up_fusion
 from kvbraid.worker.memory import free_bytes
 
 logger = logging.getLogger(__name__)
@@ -74,6 +84,7 @@ class BuiltRank:
     backend: str
     device: torch.device
     dtype: torch.dtype
+    verification: Verification
     fused_rows: FusedRows | None = None
 
 
@@ -155,14 +166,17 @@ def build_rank(
     parallel = settings.parallel
     heads = layout.heads(context.rank)
     stripe = layout.stripe(context.rank)
-    attention, backend = _attention(
+    limits = DecodeLimits(
+        settings.scheduler.max_num_seqs, _max_window(settings, config), max_model_len, dtype
+    )
+    attention, backend, is_captured = _attention(
         config,
         parallel,
         heads,
         stripe,
         groups.dcp,
-        ExchangeLimits(_max_decode_tokens(settings, config), dtype, device),
-        -(-parallel.dcp_size // context.local_world_size),
+        ExchangeLimits(limits.max_num_seqs * limits.max_window, dtype, device),
+        context,
         observe_exchange,
     )
     model = model or load_model(
@@ -176,9 +190,16 @@ def build_rank(
     max_pages = -(-max_model_len // stripe.logical_page_size)
     state = RankState(settings.scheduler.max_num_seqs, max_pages)
     fused_rows = _fused_rows(settings, context, config, pool, dtype)
+    rank_model = RankModel(
+        model, attention, pool, device, None if fused_rows is None else fused_rows.layers
+    )
     runner = ModelRunner(
         model=model,
-        attention=attention,
+        forward=(
+            CapturedForward(rank_model, limits, CudaGraphCapture())
+            if is_captured
+            else EagerForward(rank_model)
+        ),
         pool=pool,
         state=state,
         tp_group=groups.tp,
@@ -188,16 +209,35 @@ def build_rank(
     exchange = KvExchange(
         rank=context.rank, layout=layout, pool=pool, receiver=receiver, sender=sender
     )
+    verification = _verification(settings.speculative, model, config, groups.tp)
     executor = RankExecutor(
         runner=runner,
         state=state,
         exchange=exchange,
         control_group=groups.control,
         guard=make_guard(parallel.debug_guard, groups.control, state),
+        verification=verification,
     )
     return BuiltRank(
-        executor, pool, runner, state, pool.num_pages, backend, device, dtype, fused_rows
+        executor=executor,
+        pool=pool,
+        runner=runner,
+        state=state,
+        num_pages=pool.num_pages,
+        backend=backend,
+        device=device,
+        dtype=dtype,
+        verification=verification,
+        fused_rows=fused_rows,
     )
+
+
+def _verification(
+    settings: SpeculativeSettings, model: CausalLM, config: ModelConfig, group: Group
+) -> Verification:
+    if settings.draft_verification == "ratio_test":
+        return RatioTest(vocab_shard=model.vocab_shard, vocab_size=config.vocab_size, group=group)
+    return ExactMatch()
 
 
 def _pool(
@@ -215,13 +255,12 @@ def _pool(
     return pool
 
 
-def _max_decode_tokens(settings: RankSettings, config: ModelConfig) -> int:
-    """Tokens of a step's decode windows: exchanges that own memory are sized for them."""
-    window = 1
-    if settings.speculative.checkpoint:
-        drafter = open_drafter(settings.speculative.checkpoint, config).config
-        window += settings.speculative.num_drafts(drafter.max_draft_tokens)
-    return settings.scheduler.max_num_seqs * window
+def _max_window(settings: RankSettings, config: ModelConfig) -> int:
+    """Most tokens of a decode window: exchanges that own memory and graphs are sized for them."""
+    if not settings.speculative.checkpoint:
+        return 1
+    drafter = open_drafter(settings.speculative.checkpoint, config).config
+    return 1 + settings.speculative.num_drafts(drafter.max_draft_tokens)
 
 
 def _fused_rows(
@@ -235,8 +274,10 @@ def _fused_rows(
     path = settings.speculative.checkpoint
     if not path or context.rank > 0:
         return None
+    fusion = load_tap_fusion(path, config, dtype=dtype, device=pool.device)
+    warm_up_fusion(fusion, dtype, pool.device)
     return FusedRows(
-        load_tap_fusion(path, config, dtype=dtype, device=pool.device),
+        fusion,
         num_slots=pool.num_slots,
         logical_page_size=pool.stripe.logical_page_size,
         dtype=dtype,
@@ -250,45 +291,20 @@ def _attention(
     stripe: StripeLayout,
     group: Group,
     limits: ExchangeLimits,
-    num_hosts: int,
+    context: RankContext,
     observe_exchange: Callable[[float], object],
-) -> tuple[DcpAttention, str]:
-    mla = config.mla
-    geometry: GQAGeometry | MLAGeometry
-    if mla is None:
-        geometry = GQAGeometry(config.head_dim, config.softmax_scale)
-    else:
-        geometry = MLAGeometry(
-            kv_lora_rank=mla.kv_lora_rank,
-            qk_nope_head_dim=mla.qk_nope_head_dim,
-            qk_rope_head_dim=mla.qk_rope_head_dim,
-            v_head_dim=mla.v_head_dim,
-            softmax_scale=config.softmax_scale,
-        )
-    needs = AttentionNeeds(
-        geometry=geometry,
-        num_q_heads=heads.num_q_heads,
-        num_kv_heads=heads.num_kv_heads,
-        tp_size=parallel.tp_size,
-        dcp_size=parallel.dcp_size,
-        page_size=stripe.page_size,
-        interleave=stripe.interleave,
-        device=limits.device.type,
-        dtype=limits.dtype,
-        kv_dtype=limits.dtype,
-        q_mode=parallel.q_mode,
-        num_hosts=num_hosts,
-        max_batch_size=limits.max_tokens,
-        operations=frozenset({"decode", "verify", "extend"}),
+) -> tuple[DcpAttention, str, bool]:
+    """The attention, its backend's name and whether decode is captured in graphs."""
+    num_hosts = -(-parallel.dcp_size // context.local_world_size)
+    needs = attention_needs(config, parallel, heads, stripe, limits, num_hosts)
+    communicator = communicator_kind(context, parallel)
+    choice, is_captured = choose_attention(
+        needs, parallel, capture_obstacles(config, communicator, parallel.tp_size)
     )
-    try:
-        choice = choose(needs, backend=parallel.attention_backend, exchange=parallel.exchange)
-    except UnsupportedCombination as error:
-        raise ConfigError(str(error)) from error
     for warning in choice.warnings:
         logger.warning(warning)
     attention = DcpAttention(
-        geometry=geometry,
+        geometry=needs.geometry,
         stripe=stripe,
         heads=heads,
         group=group,
@@ -297,7 +313,7 @@ def _attention(
         q_mode=parallel.q_mode,
         limits=limits,
     )
-    return attention, choice.backend.name
+    return attention, choice.backend.name, is_captured
 
 
 def _kv_spec(config: ModelConfig, layout: KvLayout, rank: int, dtype: torch.dtype) -> KvSpec:

@@ -1,7 +1,8 @@
 """A decode worker's own drafter, which takes the rows of prompts from prefill workers.
 
-The event loop serves `DraftService.Ingest`; the engine thread, the drafter's only user, takes the
-chunks between its steps.
+The event loop serves `DraftService.Ingest`; the engine thread keeps the chunks between its steps.
+The drafter itself gets a prompt with the sequence's first drafts: one that is not drafted for costs
+a copy in host memory and no forward.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvbraid.errors import UnavailableError
+from torch import Tensor
+
 from kvbraid.rpc.server import RpcServer
 from kvbraid.speculative.embedded_drafting import EmbeddedDrafting
-from kvbraid.speculative.proposal import Answer, DraftTask
+from kvbraid.speculative.proposal import Answer, DraftTask, Proposal
 from kvbraid.transport.draft_grant import DraftGrant
 from kvbraid.transport.draft_terms import DraftTerms
 from kvbraid.transport.grant import new_transfer_id
@@ -27,13 +29,25 @@ from kvbraid.worker.prompt_intake import PromptIntake
 
 # A grant that comes by the coordinator may be slower than the rows.
 _OPEN_WAIT_S = 2.0
-# Names sequences of this worker; a draft service has a prefix for each of its peers.
+# Of grants of this worker; a draft service has a prefix for each of its peers.
 _PREFIX = "own/"
+
+
+KeepRows = Callable[[str, int, Tensor], None]
+"""Gets rows [n, d] of a sequence from a first position on."""
 
 
 class _Chunk(NamedTuple):
     task: DraftTask
     answer: asyncio.Future[Answer]
+
+
+@dataclass(slots=True)
+class _Expected:
+    """Rows [0, end_position) of a prompt, of which num_rows have come."""
+
+    end_position: int
+    num_rows: int = 0
 
 
 class ReceivingDrafting:
@@ -61,10 +75,11 @@ class ReceivingDrafting:
         self._loop = asyncio.get_running_loop()
         self._address = address
         self._wake: Callable[[], None] = lambda: None
+        self._keep: KeepRows = lambda key, first_position, rows: None
         self._chunks: deque[_Chunk] = deque()
         self._arrived = threading.Event()
-        # Of sequences whose prompt's rows are on the way: rows held so far.
-        self._expected: dict[str, int] = {}
+        # Sequences whose prompt's rows may be on the way.
+        self._expected: dict[str, _Expected] = {}
 
     # Event loop
 
@@ -81,6 +96,10 @@ class ReceivingDrafting:
     def on_rows(self, wake: Callable[[], None]) -> None:
         """Call `wake` when there is something for `take_rows`."""
         self._wake = wake
+
+    def keep_in(self, keep: KeepRows) -> None:
+        """Give the rows that arrive to `keep`, in the engine thread."""
+        self._keep = keep
 
     async def _compute(self, task: DraftTask) -> Answer:
         answer: asyncio.Future[Answer] = self._loop.create_future()
@@ -99,7 +118,7 @@ class ReceivingDrafting:
     def open_grant(self, key: str, end_position: int) -> DraftGrant | None:
         """See GrantingDrafting."""
         transfer_id, own = new_transfer_id(), _PREFIX + key
-        self._expected[own] = 0
+        self._expected[own] = _Expected(end_position)
         self._loop.call_soon_threadsafe(self._grants.open, own, transfer_id, end_position)
         return DraftGrant(
             address=self._address(),
@@ -111,54 +130,45 @@ class ReceivingDrafting:
         )
 
     def take_rows(self) -> None:
-        """See GrantingDrafting."""
+        """See GrantingDrafting. Rows of a sequence that has ended go nowhere."""
         while self._chunks:
-            chunk = self._chunks.popleft()
-            (answer,) = self._drafting.step([chunk.task])
-            if chunk.task.key in self._expected:
-                self._expected[chunk.task.key] = chunk.task.anchor_position
-            self._loop.call_soon_threadsafe(_resolve, chunk.answer, answer)
+            task, answer = self._chunks.popleft()
+            if task.key in self._expected:
+                self._keep(task.key.removeprefix(_PREFIX), task.first_position, task.rows)
+                self._expected[task.key].num_rows = task.anchor_position
+            self._loop.call_soon_threadsafe(_resolve, answer)
 
-    def step(self, tasks: Sequence[DraftTask]) -> list[Answer | None]:
-        """See Drafting. Waits a moment for rows of prompts that are on the way."""
-        own = [replace(task, key=_PREFIX + task.key) for task in tasks]
-        self._await_rows(own)
-        return self._drafting.step([self._settled(task) for task in own])
-
-    def drop(self, key: str) -> None:
-        """See Drafting."""
-        own = _PREFIX + key
-        self._close(own)
-        self._drafting.drop(own)
-
-    def _await_rows(self, tasks: Sequence[DraftTask]) -> None:
+    def await_rows(self, keys: Sequence[str]) -> None:
+        """See GrantingDrafting. A sequence is on its own afterwards: rows that come later are
+        refused."""
+        if not self._expected:
+            return
+        expected = [e for key in keys if (e := self._expected.get(_PREFIX + key)) is not None]
         give_up = time.monotonic() + self._rows_wait_s
         self.take_rows()
-        while any(self._lacks_rows(task) for task in tasks):
+        while any(e.num_rows < e.end_position for e in expected):
             self._arrived.clear()
             left_s = give_up - time.monotonic()
             if not self._chunks and (left_s <= 0 or not self._arrived.wait(left_s)):
-                return
+                break
             self.take_rows()
+        for key in keys:
+            self._close(_PREFIX + key)
 
-    def _lacks_rows(self, task: DraftTask) -> bool:
-        return self._expected.get(task.key, task.first_position) < task.first_position
+    def step(self, tasks: Sequence[DraftTask]) -> list[Answer | None]:
+        """See Drafting."""
+        return self._drafting.step(tasks)
 
-    def _settled(self, task: DraftTask) -> DraftTask:
-        """After its first step a sequence is on its own: rows that come later are refused."""
-        is_cold = self._lacks_rows(task)
-        self._close(task.key)
-        return replace(task, starts_cold=True) if is_cold else task
+    def drop(self, key: str) -> None:
+        """See Drafting."""
+        self._close(_PREFIX + key)
+        self._drafting.drop(key)
 
     def _close(self, own_key: str) -> None:
         if self._expected.pop(own_key, None) is not None:
             self._loop.call_soon_threadsafe(self._grants.close, own_key)
 
 
-def _resolve(answer: asyncio.Future[Answer], value: Answer | None) -> None:
-    if answer.done():
-        return
-    if value is None:
-        answer.set_exception(UnavailableError("the drafter gave no answer"))
-    else:
-        answer.set_result(value)
+def _resolve(answer: asyncio.Future[Answer]) -> None:
+    if not answer.done():
+        answer.set_result(Proposal())

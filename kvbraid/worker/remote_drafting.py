@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -22,7 +21,7 @@ from kvbraid.telemetry.speculation_metrics import SpeculationMetrics
 from kvbraid.transport.draft_answers import AnsweredStep
 from kvbraid.transport.draft_grant import DraftGrant
 from kvbraid.transport.draft_step import MAX_DROPPED_KEYS
-from kvbraid.transport.draft_stream import DraftStream, OutgoingMessage
+from kvbraid.transport.draft_stream import DraftStream, SentStep
 from kvbraid.transport.draft_terms import DraftPeer
 from kvbraid.transport.grant import new_transfer_id
 from kvbraid.transport.grpc_push import ChannelFactory
@@ -76,11 +75,14 @@ class RemoteDrafting:
         )
         self._probe_timeout_s = settings.draft_timeout_ms / 1000
         self._link = DraftLink(
-            address=address, peer=peer, channels=channels, on_change=self._stream_changed
+            address=address,
+            peer=peer,
+            channels=channels,
+            wire=settings.draft_wire,
+            on_change=self._stream_changed,
         )
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._stream: DraftStream | None = None
-        self._last_step: _PendingStep | None = None
+        self._last_step: SentStep | None = None
         # Epoch of the service that last took rows of a sequence.
         self._held_in: dict[str, int] = {}
         self._dropped: deque[str] = deque(maxlen=MAX_DROPPED_KEYS)
@@ -90,9 +92,8 @@ class RemoteDrafting:
 
     def start(self) -> None:
         """Connect from the running loop, now and whenever the stream is lost."""
-        self._loop = asyncio.get_running_loop()
         self._link.start()
-        self._prober = self._loop.create_task(self._tend())
+        self._prober = asyncio.get_running_loop().create_task(self._tend())
 
     async def stop(self) -> None:
         """Close the stream."""
@@ -100,7 +101,6 @@ class RemoteDrafting:
             self._prober.cancel()
             await asyncio.wait({self._prober})
         await self._link.stop()
-        self._loop = None
 
     # Engine thread
 
@@ -127,6 +127,9 @@ class RemoteDrafting:
     def take_rows(self) -> None:
         """See GrantingDrafting: the service takes them itself."""
 
+    def await_rows(self, keys: Sequence[str]) -> None:
+        """See GrantingDrafting: the service waits for them itself."""
+
     def drop(self, key: str) -> None:
         """See Drafting."""
         self._held_in.pop(key, None)
@@ -146,23 +149,22 @@ class RemoteDrafting:
             row_dtype=stream.terms.row_dtype,
             max_rows_per_message=stream.terms.max_rows_per_message,
         )
-        self._post(stream.open_message(key, grant.transfer_id, end_position), stream)
+        stream.open_grant(key, grant.transfer_id, end_position)
         return grant
 
     def _step(self, tasks: Sequence[DraftTask], timeout_s: float) -> list[Answer | None]:
         stream = self._stream
         if stream is None or not self._breaker.is_closed:
             return self._plain(tasks, "unavailable")
-        if self._last_step is not None and not self._last_step.is_done:
+        if self._last_step is not None and not self._last_step.wait(0):
             return self._failed(tasks, "timeout")
         parts = within_terms(tasks, stream.terms)
         sent = [part for part in parts if part is not None]
         began = self._clock()
-        pending = self._last_step = _PendingStep()
-        self._post(stream.step_message(sent, self._take_dropped(), pending.resolve), stream)
-        if not pending.wait(timeout_s):
+        step = self._last_step = stream.begin_step(sent, self._take_dropped())
+        if not step.wait(timeout_s):
             return self._failed(tasks, "timeout")
-        answered = pending.answered
+        answered = step.answered
         if answered is None:
             return self._plain(tasks, "unavailable")
         self._breaker.record_success()
@@ -221,20 +223,6 @@ class RemoteDrafting:
                 taken.append(self._dropped.popleft())
         return taken
 
-    def _post(self, message: OutgoingMessage, stream: DraftStream) -> None:
-        if self._loop is None:
-            self._tell_none(message)
-            return
-        try:
-            self._loop.call_soon_threadsafe(self._link.post, message, stream)
-        except RuntimeError:  # the loop has closed before the engine thread stopped
-            self._tell_none(message)
-
-    @staticmethod
-    def _tell_none(message: OutgoingMessage) -> None:
-        if message.on_answer is not None:
-            message.on_answer(None)
-
     # I/O loop
 
     def _stream_changed(self, stream: DraftStream | None) -> None:
@@ -253,7 +241,7 @@ class RemoteDrafting:
                 await self._exchange(stream, self._take_dropped())
 
     def _is_quiet(self) -> bool:
-        return self._last_step is None or self._last_step.is_done
+        return self._last_step is None or self._last_step.wait(0)
 
     async def _probe(self, stream: DraftStream) -> None:
         """An empty step takes the same way through the service as any other."""
@@ -264,35 +252,6 @@ class RemoteDrafting:
 
     async def _exchange(self, stream: DraftStream, dropped: list[str]) -> AnsweredStep | None:
         """The answer to a step without tasks; None where none came in time."""
-        answer: asyncio.Future[AnsweredStep | None] = asyncio.get_running_loop().create_future()
-
-        def resolve(answered: AnsweredStep | None) -> None:
-            if not answer.done():
-                answer.set_result(answered)
-
-        self._link.post(stream.step_message((), dropped, resolve), stream)
-        try:
-            async with asyncio.timeout(self._probe_timeout_s):
-                return await answer
-        except TimeoutError:
-            return None
-
-
-class _PendingStep:
-    """A step that the engine thread waits for. A bare lock: an Event costs four times as much."""
-
-    def __init__(self) -> None:
-        self.answered: AnsweredStep | None = None
-        self.is_done = False
-        self._lock = threading.Lock()
-        self._lock.acquire()
-
-    def wait(self, seconds: float) -> bool:
-        """Whether it was answered, or its stream has ended, within `seconds`. Once."""
-        return self._lock.acquire(timeout=seconds)
-
-    def resolve(self, answered: AnsweredStep | None) -> None:
-        """The answer, or None when the stream has ended; once, in the I/O loop."""
-        self.answered = answered
-        self.is_done = True
-        self._lock.release()
+        step = stream.begin_step((), dropped)
+        await asyncio.to_thread(step.wait, self._probe_timeout_s)
+        return step.answered

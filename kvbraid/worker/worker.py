@@ -17,6 +17,8 @@ from kvbraid.request import SamplingParams
 from kvbraid.telemetry.labels import WASTE_REASONS
 from kvbraid.telemetry.metrics import WorkerMetrics
 from kvbraid.transport.grants import Grant
+from kvbraid.transport.mover import MoverChoice, movers_used
+from kvbraid.transport.staging import host_id
 from kvbraid.validation import check_token_ids, validate_sampling
 from kvbraid.worker.request_streams import RequestStreams
 
@@ -40,7 +42,7 @@ class WorkerIdentity:
     exchange: str
     q_mode: str
     communicator: str
-    mover: str
+    mover: MoverChoice
 
 
 class Worker:
@@ -62,6 +64,7 @@ class Worker:
         self.metrics = metrics
         self._engine = engine
         self._scheduler = scheduler
+        self._host_id = host_id()
         streams.on_cancel_to_free = metrics.engine.cancel_to_free_seconds.observe
 
     def sampling_for(
@@ -105,12 +108,14 @@ class Worker:
     def observe_sent(self, sent: PromptSent, grant: Grant) -> None:
         """Count a handoff that left."""
         layout = f"{_shape(self.layout)}-{_shape(grant.layout)}"
-        self._observe_handoff("out", layout, sent.num_bytes, sent.transfer_s)
+        mover = movers_used(self.identity.mover, grant.endpoints, self._host_id)
+        self._observe_handoff("out", mover, layout, sent.num_bytes, sent.transfer_s)
 
     def observe_received(self, received: RowsReceived) -> None:
         """Count a handoff that arrived; who sent it does not matter to this side."""
         layout = f"any-{_shape(self.layout)}"
-        self._observe_handoff("in", layout, received.num_bytes, received.seconds)
+        mover = self.identity.mover
+        self._observe_handoff("in", mover, layout, received.num_bytes, received.seconds)
 
     @contextmanager
     def counted_handoff_failures(self, direction: str) -> Iterator[None]:
@@ -123,11 +128,11 @@ class Worker:
             ).inc()
             raise
 
-    def _observe_handoff(self, direction: str, layout: str, num_bytes: int, seconds: float) -> None:
-        handoff, labels = (
-            self.metrics.handoff,
-            {"direction": direction, "mover": self.identity.mover},
-        )
+    def _observe_handoff(
+        self, direction: str, mover: str, layout: str, num_bytes: int, seconds: float
+    ) -> None:
+        handoff = self.metrics.handoff
+        labels = {"direction": direction, "mover": mover}
         handoff.bytes_total.labels(**labels).inc(num_bytes)
         handoff.duration_seconds.labels(**labels, layout=layout).observe(seconds)
 

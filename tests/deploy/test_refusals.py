@@ -32,6 +32,7 @@ SENTENCES: list[tuple[Values, str]] = [
     ),
     (decode({"exchange": "fused"}, hosts_per_worker=2), "exchange is fused, which writes into"),
     (decode({"kv_mover": "shared_memory"}), "pods share no memory: use auto or grpc_push"),
+    (decode({"draft_wire": "local_socket"}), "pods share no sockets: use auto or grpc"),
     (decode({"page_size": 16, "interleave": 3}), "interleave 3 must divide page_size 16"),
     (decode({"max_model_len": 9000}), "max_model_len 9000 does not fit into kv_cache_tokens 8192"),
     (

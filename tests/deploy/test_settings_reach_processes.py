@@ -33,6 +33,7 @@ CHOSEN: dict[str, Any] = {
     "model": "/models/another",
     "device": "cpu:0",
     "kv_mover": "grpc_push",
+    "draft_wire": "grpc",
     "communicator": "gloo",
     "draft_worker": "drafts:1",
     "max_model_len": 1234,

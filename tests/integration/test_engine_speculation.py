@@ -89,6 +89,26 @@ def test_tokens_are_those_of_plain_decoding(
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_ratio_test_changes_no_greedy_token_and_is_a_function_of_the_seed(
+    world: EngineWorld, plain: list[list[int]], kind: str
+) -> None:
+    case = drafting(kind, draft_verification="ratio_test", page_size=4)
+    outcomes = [world.run(case, [mixed_batch()]) for _ in range(2)]
+    tokens = outcomes[0].tokens[0]
+    assert tokens == outcomes[1].tokens[0]
+    is_greedy = [prompt.sampling.is_greedy for prompt in mixed_batch()]
+    assert [t for t, greedy in zip(tokens, is_greedy, strict=True) if greedy] == [
+        t for t, greedy in zip(plain, is_greedy, strict=True) if greedy
+    ]
+    adaptive = world.run(replace(case, draft_policy="adaptive"), [mixed_batch()]).tokens[0]
+    assert [t for t, greedy in zip(adaptive, is_greedy, strict=True) if greedy] == [
+        t for t, greedy in zip(plain, is_greedy, strict=True) if greedy
+    ]
+    assert tokens != plain, "every sampled sequence was drawn by exact match"
+    assert num_accepted(outcomes[0]) > 40
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_preempted_sequences_keep_their_tokens(
     world: EngineWorld, plain: list[list[int]], kind: str
 ) -> None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from prometheus_client import CollectorRegistry
 
 from draft_service.batcher import Batcher
 from draft_service.config import DraftSettings
+from draft_service.local_listener import LocalListener
 from draft_service.servicer import DraftServicer
 from draft_service.worker import DraftWorker
 from kvbraid.rpc.channels import ChannelPool
@@ -113,8 +115,15 @@ TERMS = DraftTerms(
 class Service:
     """A running service. epoch changes from one to the next, as incarnations do."""
 
-    def __init__(self, server: RpcServer, proposer: ScriptedProposer, registry: Any) -> None:
+    def __init__(
+        self,
+        server: RpcServer,
+        proposer: ScriptedProposer,
+        registry: Any,
+        listener: LocalListener,
+    ) -> None:
         self.server = server
+        self.listener = listener
         self.proposer = proposer
         self.registry = registry
         self.pool = ChannelPool(ServerSettings())
@@ -151,7 +160,9 @@ async def running_service(
     )
     terms = replace(TERMS, epoch=epoch)
     worker = DraftWorker(terms=terms, settings=draft, batcher=batcher, metrics=metrics.draft)
-    servicer = DraftServicer(worker, lease_s=draft.lease_seconds)
+    listener = LocalListener(terms)
+    listener.start()
+    servicer = DraftServicer(worker, lease_s=draft.lease_seconds, listener=listener)
     server = RpcServer(
         role="draft", settings=ServerSettings(port=port, drain_seconds=10), metrics=metrics.rpc
     )
@@ -161,11 +172,12 @@ async def running_service(
     await server.set_serving(True)
     thread = threading.Thread(target=batcher.run)
     thread.start()
-    service = Service(server, proposer, metrics.registry)
+    service = Service(server, proposer, metrics.registry, listener)
     try:
         yield service
     finally:
         proposer.gate.set()
+        listener.close()
         batcher.close()
         await asyncio.to_thread(thread.join, 10)
         await service.pool.close()
@@ -222,10 +234,21 @@ class Target:
 
 @asynccontextmanager
 async def running_target(
-    address: str, *, incarnation: int = 5, clock: Any = None, peer: Any = None, **settings: Any
+    address: str,
+    *,
+    wire: str = "auto",
+    incarnation: int = 5,
+    clock: Any = None,
+    peer: Any = None,
+    **settings: Any,
 ) -> AsyncIterator[Target]:
     registry = CollectorRegistry()
-    values = {"draft_timeout_ms": 10000.0, "draft_timeout_fraction": 100.0} | settings
+    values: dict[str, Any] = {
+        "draft_timeout_ms": 10000.0,
+        "draft_timeout_fraction": 100.0,
+        "draft_wire": wire,
+    }
+    values |= settings
     extra = {} if clock is None else {"clock": clock}
     async with ChannelPool(ServerSettings()) as pool:
         drafting = RemoteDrafting(
@@ -262,7 +285,7 @@ class Pusher:
 @asynccontextmanager
 async def running_pusher(**options: Any) -> AsyncIterator[Pusher]:
     registry = CollectorRegistry()
-    values = {"drafter_digest": "drafter", "hidden_size": HIDDEN} | options
+    values: dict[str, Any] = {"drafter_digest": "drafter", "hidden_size": HIDDEN} | options
     async with ChannelPool(ServerSettings()) as pool:
         rows = RowPusher(channels=pool.channel, metrics=SpeculationMetrics(registry), **values)
         rows.start()
@@ -299,8 +322,14 @@ async def service() -> AsyncIterator[Service]:
 
 
 @pytest.fixture
-async def target(service: Service) -> AsyncIterator[Target]:
-    async with running_target(service.address) as running:
+def wire() -> str:
+    """How targets' steps travel; modules have it take every value."""
+    return "auto"
+
+
+@pytest.fixture
+async def target(service: Service, wire: str) -> AsyncIterator[Target]:
+    async with running_target(service.address, wire=wire) as running:
         await running.connected()
         yield running
 
@@ -311,13 +340,13 @@ async def stack() -> AsyncIterator[AsyncExitStack]:
         yield opened
 
 
-@pytest.fixture(scope="session")
-def draft() -> Any:
+@pytest.fixture
+def draft(wire: str) -> Any:
     """What test modules need of this one."""
 
     class Draft:
         service = staticmethod(running_service)
-        target = staticmethod(running_target)
+        target = staticmethod(partial(running_target, wire=wire))
         pusher = staticmethod(running_pusher)
         raw = RawStream
         eventually = staticmethod(eventually)

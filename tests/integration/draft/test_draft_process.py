@@ -112,8 +112,9 @@ async def test_a_trained_drafter_serves_drafts_and_drains(
         assert await target.step(task_of(0, 5, width)) == [None]
 
 
+@pytest.mark.parametrize("wire", ["local_socket", "grpc"])
 async def test_a_killed_service_costs_steps_and_a_new_one_is_used(
-    start: Start, tmp_path: Path, draft: Any
+    wire: str, start: Start, tmp_path: Path, draft: Any
 ) -> None:
     drafter = f"--drafter={ASSETS}/tiny-mla-dspark"
     process = start(drafter)

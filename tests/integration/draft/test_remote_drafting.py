@@ -14,6 +14,11 @@ from kvbraid.speculative.proposal import DraftSampling, Proposal, Resync
 from kvbraid.transport.draft_terms import DraftPeer
 
 
+@pytest.fixture(params=["local_socket", "grpc"])
+def wire(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
 async def test_a_step_carries_rows_ids_and_sampling_and_brings_drafts(
     service: Any, target: Any, draft: Any
 ) -> None:

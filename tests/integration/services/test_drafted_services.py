@@ -90,6 +90,17 @@ async def test_a_handed_over_prompt_is_drafted_for_from_its_first_step(
                 assert len(full) >= len(row[kind]["accepted"]) - 1
 
 
+async def test_row_14_a_prompt_of_one_token_is_handed_over(
+    cluster: LocalCluster, support: Any
+) -> None:
+    """sglang 36140: it crashed the decode side, which had nothing to speculate from."""
+    async with support.client(cluster.coordinator.grpc) as client:
+        plain = await drafted(client, [5], 12, max_draft_tokens=0)
+        found = await drafted(client, [5], 12)
+        assert found.tokens == plain.tokens
+        assert found.num_drafts > 0
+
+
 async def test_sampling_penalties_stops_and_logprobs_do_not_change(
     cluster: LocalCluster, support: Any
 ) -> None:

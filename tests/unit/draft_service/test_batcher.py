@@ -18,7 +18,7 @@ from kvbraid.telemetry.speculation_metrics import DraftMetrics
 class Recorder:
     """A proposer that writes down its calls, in order."""
 
-    num_sequences = 0
+    num_sequences = 3
     num_evicted = 0
     num_free_tokens = 64
 
@@ -31,6 +31,7 @@ class Recorder:
 
     def drop(self, key: str) -> None:
         self.calls.append([f"drop {key}"])
+        self.num_sequences -= 1
 
 
 class Bench:
@@ -38,12 +39,13 @@ class Bench:
 
     def __init__(self, window_s: float = 0.0) -> None:
         self.proposer = Recorder()
+        self.registry = CollectorRegistry()
         self.batcher = Batcher(
             self.proposer,
             window_s=window_s,
             max_batch=4,
             max_chunk_rows=8,
-            metrics=DraftMetrics(CollectorRegistry()),
+            metrics=DraftMetrics(self.registry),
         )
         self.done: list[asyncio.Future[Computed | None]] = []
         self._thread = threading.Thread(target=self.batcher.run)
@@ -152,3 +154,12 @@ async def test_what_waits_when_it_closes_is_told(bench: Bench) -> None:
     bench.submit("b", stream=2)
     assert await bench.run() == []
     assert [done.result() for done in bench.done] == [None] * 3
+
+
+async def test_what_is_held_is_shown_after_the_last_sequences_are_dropped(bench: Bench) -> None:
+    bench.submit("a", stream=1)
+    bench.submit(stream=1, drops="abc")
+    await bench.run()
+    async with asyncio.timeout(10):
+        while bench.registry.get_sample_value("kvbraid_draft_held_sequences") != 0:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)

@@ -17,6 +17,7 @@ from kvbraid.engine.rank_executor import RankExecutor
 from kvbraid.engine.rank_state import RankSequence, RankState
 from kvbraid.engine.sampler import SampleResult
 from kvbraid.engine.step_plan import AddPages, Admit, Decode, Extend, StepPlan
+from kvbraid.engine.verification import ExactMatch
 from kvbraid.request import SamplingParams
 
 FAULTY = 1
@@ -132,6 +133,7 @@ def run_rank(group: Any, damage: Break, plans: Sequence[StepPlan] = PLANS) -> st
         exchange=NoExchange(),  # type: ignore[arg-type]
         control_group=group,
         guard=make_guard(True, group, state),
+        verification=ExactMatch(),
     )
     for step, plan in enumerate(plans, start=1):
         drifts = damage if group.rank == FAULTY else sound

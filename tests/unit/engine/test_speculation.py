@@ -13,17 +13,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kvbraid.engine.draft_drawing import CoupledDrawing
 from kvbraid.engine.drafted_decoding import DraftedDecoding
-from kvbraid.engine.rank_executor import emitted_rows
 from kvbraid.engine.sequence import Source
 from kvbraid.engine.speculation import SpeculationReport
 from kvbraid.engine.step_plan import StepPlan
+from kvbraid.engine.verification import emitted_rows
 from kvbraid.kv.slots import slots_of
 from kvbraid.request import FinishReason, SamplingParams
 from kvbraid.speculative.draft_policy import StepOutcome
 from kvbraid.speculative.fixed_policy import FixedPolicy
 from kvbraid.speculative.fused_rows import FusedRows
 from kvbraid.speculative.proposal import Answer, DraftTask, Proposal, Resync
+from kvbraid.transport.draft_grant import DraftGrant
 from tools.scripted_engine import Script, ScriptedEngine, key_of
 from tools.toy_rank import PAGE, expected, toy_token
 
@@ -59,6 +61,9 @@ class ToyDrafter:
         return None
 
     def take_rows(self) -> None:
+        pass
+
+    def await_rows(self, keys: Seq[str]) -> None:
         pass
 
     def step(self, tasks: Seq[DraftTask]) -> list[Answer | None]:
@@ -128,7 +133,8 @@ def drafted_engine(
 ) -> ScriptedEngine:
     rows = FusedRows(Fused(), num_slots=NUM_SLOTS, logical_page_size=PAGE, dtype=torch.float32)
     speculation = DraftedDecoding(
-        drafter, rows, policy or FixedPolicy(drafter.max_draft_tokens), logical_page_size=PAGE,
+        drafter, rows, policy or FixedPolicy(drafter.max_draft_tokens), CoupledDrawing(),
+        logical_page_size=PAGE,
         max_model_len=options.get("max_model_len", 250), vocab_size=VOCAB, on_report=on_report,
     )  # fmt: skip
     engine = ScriptedEngine(speculation=speculation, **options)  # type: ignore[arg-type]
@@ -287,6 +293,48 @@ def test_rows_that_another_worker_computed_are_missing_and_the_drafter_starts_co
     assert engine.tokens("a") == expected([1, 2, 3], 6)[1:]
     assert drafter.tasks[0].starts_cold
     assert drafter.tasks[0].first_position == 3
+
+
+class HandedOver(ToyDrafter):
+    """A prompt's rows come from the worker that computes them."""
+
+    def open_grant(self, key: str, end_position: int) -> DraftGrant:  # type: ignore[override]
+        return DraftGrant("nowhere:1", b"0" * 16, 1, key, "float32", 16)
+
+
+def test_a_drafter_gets_rows_that_another_worker_pushed_when_it_drafts_and_when_it_loses_them() -> (
+    None
+):
+    prompt = [1, 2, 3, 4, 5, 6]
+    drafter = HandedOver(right)
+    engine = drafted_engine(drafter)
+    speculation = engine.engine._speculation
+    assert isinstance(speculation, DraftedDecoding)
+
+    def forget(task: DraftTask) -> Answer:
+        drafter.known.clear()
+        return Resync(0)
+
+    def arrive(key: str, first: int, end: int) -> None:
+        rows = torch.tensor(prompt[first:end], dtype=torch.float32)[:, None]
+        speculation.keep_rows(key, first, rows)
+
+    def script() -> Script:
+        engine.submit("a", prompt, max_tokens=30, source=Source.HANDOFF)
+        yield from engine.until(lambda: engine.is_granted("a"))
+        arrive("a/0/0", 0, 4)
+        arrive("a/0/0", 4, 6)
+        speculation.keep_rows("of a sequence that is gone", 0, torch.zeros(3, 1))
+        engine.complete_arrival("a")
+        engine.engine.start_received(key_of("a"), engine.grant("a").transfer_id, toy_token(prompt))
+
+    drafter.answers = {2: forget}
+    engine.run(script())
+    assert engine.tokens("a") == expected(prompt, 30)[1:]
+    assert [task.first_position for task in drafter.tasks[:3]] == [0, 6, 0]
+    assert not any(task.starts_cold for task in drafter.tasks)
+    speculation.keep_rows("a/0/0", 0, torch.zeros(3, 1))
+    assert not speculation._receiving
 
 
 @settings(max_examples=60, deadline=None)

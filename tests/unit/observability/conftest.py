@@ -1,10 +1,11 @@
 from __future__ import annotations
 
-import shutil
 import subprocess
 from collections.abc import Callable
 
 import pytest
+
+from tools.fetch_prometheus import installed
 
 Promtool = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -12,9 +13,9 @@ Promtool = Callable[..., "subprocess.CompletedProcess[str]"]
 @pytest.fixture(scope="session")
 def promtool() -> Promtool:
     """Runs promtool with arguments, and text on its standard input."""
-    binary = shutil.which("promtool")
+    binary = installed("promtool")
     if binary is None:
-        pytest.skip("NOT CHECKED: promtool is missing (apt-get install prometheus)")
+        pytest.skip("NOT CHECKED: promtool is missing (python -m tools.fetch_prometheus)")
 
     def run(*arguments: str, text: str = "") -> subprocess.CompletedProcess[str]:
         return subprocess.run(

@@ -120,7 +120,7 @@ def test_a_drafter_that_turns_bad_is_left_and_taken_up_again(machine: str, batch
     if run.speed > 1.1:
         # It paid before; the bad thousand tokens were decoded plainly; then it came back.
         assert policy.break_even.num_stops >= 1
-        assert policy.break_even.num_probes >= 3
+        assert policy.break_even.num_probes >= 2
         assert max(run.widths[-200:]) > 1
 
 

@@ -9,7 +9,7 @@ import pytest
 from kvbraid.errors import IncompatibleError
 from kvbraid.kv.handoff import KvLayout
 from kvbraid.transport.grant import Grant, RankEndpoint
-from kvbraid.transport.mover import choose_mover
+from kvbraid.transport.mover import choose_mover, movers_used
 from kvbraid.transport.wire import grant_from_proto, grant_to_proto, layout_from_proto
 from kvbraid.v1 import kv_transfer_pb2 as pb
 
@@ -66,3 +66,19 @@ def test_mover_is_shared_memory_only_where_it_reaches(
 def test_unknown_hosts_never_count_as_one() -> None:
     endpoint = RankEndpoint(0, "h:1", "", "kvbraid-ring-1", 4, 1024)
     assert choose_mover("auto", endpoint, "") == "grpc_push"
+
+
+@pytest.mark.parametrize(
+    ("choice", "hosts", "expected"),
+    [
+        ("auto", ("here", "here"), "shared_memory"),
+        ("auto", ("there", "there"), "grpc_push"),
+        ("auto", ("here", "there"), "mixed"),
+        ("grpc_push", ("here", "here"), "grpc_push"),
+    ],
+)
+def test_a_workers_mover_is_what_all_its_ranks_are_reached_by(
+    choice: str, hosts: tuple[str, ...], expected: str
+) -> None:
+    ranks = [RankEndpoint(r, f"h:{r}", host, f"ring-{r}", 4, 1024) for r, host in enumerate(hosts)]
+    assert movers_used(choice, ranks, "here") == expected  # type: ignore[arg-type]

@@ -66,6 +66,9 @@
 {{- if eq (toString $settings.kv_mover) "shared_memory" -}}
 {{- fail (printf "%s.settings.kv_mover is shared_memory, but pods share no memory: use auto or grpc_push" $role) -}}
 {{- end -}}
+{{- if eq (toString $settings.draft_wire) "local_socket" -}}
+{{- fail (printf "%s.settings.draft_wire is local_socket, but pods share no sockets: use auto or grpc" $role) -}}
+{{- end -}}
 {{- if and $settings.kv_cache_tokens $settings.max_model_len (lt (int $settings.kv_cache_tokens) (int $settings.max_model_len)) -}}
 {{- fail (printf "%s.settings.max_model_len %d does not fit into kv_cache_tokens %d" $role (int $settings.max_model_len) (int $settings.kv_cache_tokens)) -}}
 {{- end -}}

@@ -62,8 +62,12 @@ def verified_windows(
     proposer: Proposer,
     prompt_ids: list[int],
     num_windows: int,
+    num_drafts: int | None = None,
 ) -> list[Window]:
-    """Accepted drafts of the first windows of a greedy continuation, stop tokens ignored."""
+    """Accepted drafts of the first windows of a greedy continuation, stop tokens ignored.
+
+    num_drafts: of each window, all that the proposer makes by default.
+    """
     target.restart()
     tokens = list(prompt_ids)
     logits, taps = target.forward(tokens, 0, fusion.tap_layers)
@@ -72,7 +76,7 @@ def verified_windows(
     windows = []
     while len(windows) < num_windows:
         anchor = len(tokens) - 1
-        num_wanted = proposer.max_draft_tokens
+        num_wanted = proposer.max_draft_tokens if num_drafts is None else num_drafts
         task = DraftTask("a", first, rows, tuple(tokens[first + 1 :]), tokens[-1], num_wanted)
         (proposal,) = proposer.step([task])
         assert isinstance(proposal, Proposal)

@@ -1,0 +1,30 @@
+"""CUDA (or HIP) graphs of torch: all that is special about capturing on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+
+class CudaGraphCapture:
+    """Implements `captured_forward.GraphCapture`. Used by the engine thread only.
+
+    All graphs share one memory pool: they are replayed one after the other on one stream, and what
+    they leave behind lies in tensors that are not of the pool.
+    """
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def capture(self, compute: Callable[[], None]) -> Callable[[], None]:
+        """See GraphCapture. `compute` runs twice: what is compiled, connected or allocated for good
+        by the first run must not be met by a capture."""
+        compute()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # The worker's other threads use the GPU meanwhile (memory gauges, NCCL's watchdog); only
+        # this thread's calls are held to what a capture allows.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            compute()
+        return graph.replay

@@ -1,0 +1,99 @@
+"""Every verify window at every usual batch size, run before a worker on a GPU serves.
+
+A window's first step compiles kernels and captures a graph, which takes as long as a hundred plain
+steps: no client is to wait for that. What the steps after it took goes into the policy's cost
+table, so that no client's tokens are spent on trying widths either. What drafts came true does not
+count: all sequences generate one text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from kvbraid.engine.drafted_decoding import DraftedDecoding
+from kvbraid.engine.sequence import EngineRequest, SequenceKey
+from kvbraid.request import SamplingParams
+from kvbraid.speculative.draft_policy import DraftPolicy, StepOutcome
+from kvbraid.speculative.fixed_policy import FixedPolicy
+from kvbraid.worker.worker import Worker, WorkerIdentity
+
+logger = logging.getLogger(__name__)
+
+# Larger batches seldom draft, and learn in use.
+_MOST_SEQUENCES = 64
+# The first one is slow, and of the others the median counts.
+_NUM_STEPS = 4
+# What is left after so long is met in use.
+_LONGEST_S = 60.0
+_NAME = "window-rehearsal"
+
+
+class RehearsalPolicy(FixedPolicy):
+    """Drafts a fixed number of tokens and tells what steps took."""
+
+    def __init__(self, num_drafts: int, observe: Callable[[StepOutcome], None]) -> None:
+        """observe: gets every executed step."""
+        super().__init__(num_drafts)
+        self._observe = observe
+
+    def record(self, outcome: StepOutcome) -> None:
+        """See Policy."""
+        self._observe(outcome)
+
+
+async def rehearse_windows(
+    worker: Worker, speculation: DraftedDecoding, prompt: Sequence[int]
+) -> None:
+    """Run the windows that the adaptive policy may choose. Nothing else may run meanwhile."""
+    policy = speculation.policy
+    if not isinstance(policy, DraftPolicy):
+        return
+    began = time.monotonic()
+    number = 0
+    for size in batch_sizes(worker.identity, len(prompt) + _num_tokens(policy.max_draft_tokens)):
+        if time.monotonic() - began > _LONGEST_S:
+            break
+        # Plain steps come last: their price is known to be fresh then.
+        for num_drafts in range(policy.max_draft_tokens, -1, -1):
+            speculation.policy = RehearsalPolicy(num_drafts, policy.observe_seconds)
+            runs = (_generate(worker, prompt, num_drafts, number, i) for i in range(size))
+            await asyncio.gather(*runs)
+            number += 1
+    speculation.policy = policy
+    logger.info("rehearsed %d windows in %.1f s", number, time.monotonic() - began)
+
+
+def batch_sizes(identity: WorkerIdentity, num_tokens: int) -> list[int]:
+    """Powers of two and the most sequences that run, as far as the pool holds so many of
+    num_tokens tokens."""
+    most = min(identity.max_num_seqs, _MOST_SEQUENCES, identity.num_pool_tokens // num_tokens)
+    sizes = {1 << i for i in range(max(0, most).bit_length())}
+    return sorted(sizes | {most} - {0})
+
+
+def _num_tokens(num_drafts: int) -> int:
+    """Enough for the steps, should all drafts come true."""
+    return _NUM_STEPS * (num_drafts + 1) + 1
+
+
+async def _generate(
+    worker: Worker, prompt: Sequence[int], num_drafts: int, number: int, index: int
+) -> None:
+    room = worker.identity.max_model_len - 1
+    token_ids = tuple(prompt[: max(1, room - _num_tokens(num_drafts))])
+    sampling = SamplingParams(
+        temperature=0.0, seed=0, max_tokens=_num_tokens(num_drafts), ignore_eos=True
+    )
+    request = EngineRequest(
+        key=SequenceKey(_NAME, number, index),
+        token_ids=token_ids,
+        num_prompt_tokens=len(token_ids),
+        sampling=worker.sampling_for(sampling, token_ids, len(token_ids)),
+        cache_salt=_NAME,
+    )
+    async with worker.streams.open(request) as events:
+        async for _ in events:
+            pass

@@ -1,0 +1,137 @@
+"""What a worker with a drafter pays where nothing is drafted: bookkeeping on the host, no more."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import torch
+from torch import Tensor
+
+from kvbraid.engine.draft_drawing import CoupledDrawing
+from kvbraid.engine.drafted_decoding import DraftedDecoding
+from kvbraid.engine.sequence import Source
+from kvbraid.speculative.draft_policy import DraftPolicy
+from kvbraid.speculative.fused_rows import FusedRows
+from kvbraid.speculative.proposal import Answer, DraftTask
+from kvbraid.speculative.verify_budget import best_width
+from kvbraid.transport.draft_grant import DraftGrant
+from tests.unit.engine.test_speculation import NUM_SLOTS, VOCAB, Fused, RowKeeper
+from tools.scripted_engine import Script, ScriptedEngine, key_of
+from tools.toy_rank import PAGE, expected
+
+NUM_SEQUENCES = 6
+
+
+class CountingFusion(Fused):
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def fuse(self, taps: Tensor) -> Tensor:
+        self.num_calls += 1
+        return super().fuse(taps)
+
+
+class DearDrafter:
+    """Must not be asked."""
+
+    max_draft_tokens = 4
+
+    def __init__(self) -> None:
+        self.tasks: list[DraftTask] = []
+        self.awaited: list[str] = []
+        self.granted: list[str] = []
+
+    def open_grant(self, key: str, end_position: int) -> DraftGrant:
+        self.granted.append(key)
+        return DraftGrant("nowhere:1", b"0" * 16, 1, key, "float32", 16)
+
+    def take_rows(self) -> None:
+        pass
+
+    def await_rows(self, keys: Seq[str]) -> None:
+        self.awaited += keys
+
+    def step(self, tasks: Seq[DraftTask]) -> list[Answer | None]:
+        self.tasks += tasks
+        return [None] * len(tasks)
+
+    def drop(self, key: str) -> None:
+        pass
+
+
+def losing_policy() -> DraftPolicy:
+    """It knows that drafting takes twenty plain steps."""
+    policy = DraftPolicy(4, width_rule=best_width, drafts_in_blocks=True)
+    for size in range(1, NUM_SEQUENCES + 1):
+        for _ in range(4):
+            policy.costs.observe_step(size, 5, 1.0, has_prompt_rows=False)
+            policy.costs.draft.observe(size, 4, 20.0)
+        for _ in range(40):
+            policy.costs.observe_step(size, 1, 1.0, has_prompt_rows=False)
+    return policy
+
+
+def losing_engine(drafter: DearDrafter, fusion: CountingFusion) -> ScriptedEngine:
+    rows = FusedRows(fusion, num_slots=NUM_SLOTS, logical_page_size=PAGE, dtype=torch.float32)
+    speculation = DraftedDecoding(
+        drafter, rows, losing_policy(), CoupledDrawing(), logical_page_size=PAGE,
+        max_model_len=250, vocab_size=VOCAB, on_report=lambda report: None,
+    )  # fmt: skip
+    engine = ScriptedEngine(speculation=speculation, max_num_seqs=NUM_SEQUENCES + 1)
+    RowKeeper(engine, rows)
+    return engine
+
+
+def test_a_losing_drafter_is_neither_asked_nor_fed_nor_waited_for() -> None:
+    drafter, fusion = DearDrafter(), CountingFusion()
+    engine = losing_engine(drafter, fusion)
+    prompts = {f"s{i}": [i + 1, 2, 3] for i in range(NUM_SEQUENCES)}
+
+    def script() -> Script:
+        for name, prompt in prompts.items():
+            engine.submit(name, prompt, max_tokens=40)
+        yield
+
+    engine.run(script())
+    for name, prompt in prompts.items():
+        assert engine.tokens(name) == expected(prompt, 40)
+    assert (drafter.tasks, drafter.awaited, fusion.num_calls) == ([], [], 0)
+
+
+def test_rows_that_come_for_sequences_that_do_not_draft_meet_no_drafter_and_no_fusion() -> None:
+    drafter, fusion = DearDrafter(), CountingFusion()
+    engine = losing_engine(drafter, fusion)
+    speculation = engine.engine._speculation
+    assert isinstance(speculation, DraftedDecoding)
+
+    def script() -> Script:
+        engine.submit("a", [1, 2, 3], max_tokens=5)
+        engine.submit("b", [1, 2, 3, 4], max_tokens=5, source=Source.HANDOFF)
+        yield from engine.until(lambda: engine.is_granted("b"))
+        speculation.keep_rows("b/0/0", 0, torch.ones(4, 1))
+        engine.complete_arrival("b")
+        engine.engine.abort(key_of("b"), lambda found: None)
+        yield
+
+    engine.run(script())
+    assert (drafter.granted, drafter.tasks, fusion.num_calls) == (["b/0/0"], [], 0)
+
+
+def test_prompts_are_taken_for_a_few_sequences_only_while_drafting_does_not_pay() -> None:
+    drafter = DearDrafter()
+    engine = losing_engine(drafter, CountingFusion())
+    speculation = engine.engine._speculation
+    assert isinstance(speculation, DraftedDecoding)
+
+    def script() -> Script:
+        engine.submit("warm", [7, 8], max_tokens=3)
+        yield from engine.until(lambda: not speculation.policy.is_drafting)
+        for i in range(NUM_SEQUENCES):
+            engine.submit(f"s{i}", [i + 1, 2, 3], max_tokens=5, source=Source.HANDOFF)
+        yield from engine.until(lambda: engine.is_granted(f"s{NUM_SEQUENCES - 1}"))
+        for i in range(NUM_SEQUENCES):
+            engine.engine.abort(key_of(f"s{i}"), lambda found: None)
+        yield
+
+    engine.run(script())
+    assert len(drafter.granted) == 4
