@@ -232,16 +232,25 @@ class Registry:
                     await worker.poll_now.wait()
 
     async def _follow_name(self, pool: Pool, target: str) -> None:
-        """Keeps one worker for every address that a DNS name has."""
+        """Keeps one worker for every address that a DNS name has. While it has none, the known ones
+        stay: a name server that fails says nothing of them, and polls find those that are gone."""
         host, _, port = target.rpartition(":")
         mine: set[str] = set()
+        failure = ""
         while True:
-            addresses = await _resolve(host, port)
+            try:
+                addresses = await _resolve(host, port)
+                failure = ""
+            except OSError as error:
+                addresses = mine
+                if str(error) != failure:
+                    failure = str(error)
+                    logger.warning("cannot resolve %s: %s", host, failure)
             for address in addresses - mine:
                 self._add(pool, address)
             for address in mine - addresses:
                 await self._remove(pool, address)
-            mine = addresses or mine
+            mine = addresses
             await asyncio.sleep(_DNS_REFRESH_S if mine else _RECONNECT_S)
 
     async def _remove(self, pool: Pool, address: str) -> None:
@@ -281,12 +290,8 @@ class Registry:
 
 
 async def _resolve(host: str, port: str) -> set[str]:
-    loop = asyncio.get_running_loop()
-    try:
-        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError as error:
-        logger.warning("cannot resolve %s: %s", host, error)
-        return set()
+    """Raises OSError for a name without addresses."""
+    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return {_join_address(str(entry[4][0]), port) for entry in found}
 
 

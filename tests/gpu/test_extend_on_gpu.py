@@ -188,8 +188,9 @@ class Problem:
         value = compressed @ self.expansion.w_vc[head]
         return torch.cat([nope, rope_key], -1).double(), value.double()
 
-    def oracle(self, sequence: int, head: int) -> Tensor:
-        """float64 [chunk, Dv]."""
+    def oracle(self, sequence: int, head: int) -> tuple[Tensor, Tensor]:
+        """float64 results [chunk, Dv], and for each the root of the sum of its weighted values'
+        squares [chunk]: the norm that it would have if they did not cancel."""
         key, value = self.head_keys(sequence, head)
         q = self.q[self.tokens[sequence], head].double()
         hidden = (
@@ -197,21 +198,20 @@ class Problem:
             > torch.arange(len(key) - len(q), len(key), device=DEVICE)[:, None]
         )
         scores = (q @ key.T * self.scale).masked_fill_(hidden, float("-inf"))
-        return torch.softmax(scores, -1) @ value
+        weights = torch.softmax(scores, -1)
+        return weights @ value, (weights.square() @ value.square().sum(-1)).sqrt()
 
 
 def largest_error(problem: Problem, out: Tensor) -> float:
-    """L2 error of a (token, head) row, relative to it or, for rows that nearly cancel, to the mean
-    row of its sequence; infinite where anything is not a number."""
+    """L2 error of a (token, head) row, relative to it or, where its values nearly cancel, to the
+    norm that they would have had if they did not: weights are rounded before they can cancel.
+    Infinite where anything is not a number."""
     worst = torch.zeros((), dtype=torch.float64, device=DEVICE)
     for sequence, span in enumerate(problem.tokens):
-        if span.stop == span.start:
-            continue
-        wants = [problem.oracle(sequence, head) for head in range(problem.case.heads)]
-        sizes = torch.stack([want.norm(dim=-1) for want in wants])
-        for head, want in enumerate(wants):
+        for head in range(problem.case.heads if span.stop > span.start else 0):
+            want, uncancelled = problem.oracle(sequence, head)
             error = (out[span, head].double() - want).norm(dim=-1)
-            error /= sizes[head].clamp(min=sizes.mean())
+            error /= want.norm(dim=-1).maximum(uncancelled)
             worst = torch.maximum(worst, error.nan_to_num(float("inf")).max())
     return float(worst)
 

@@ -54,6 +54,8 @@ def values() -> Values:
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Everything is ready. At its end, nothing tried what no policy allows."""
     reason = namespaces.why_not()
+    if ROOT.stat().st_mode & 0o005 != 0o005:
+        reason = f"the pods' user may not read the checkout {ROOT}"
     if reason:
         pytest.skip(f"the chart's pods are NOT RUN on this machine: {reason}")
     manifests = render(example("laptop-cpu"), values=VALUES)

@@ -39,7 +39,7 @@ def setup_script(spec: PodSpec, pod_ip: str, sources: VolumeSources, folder: Pat
     _write(files / "nsswitch.conf", "hosts: files dns\n")
     _write(files / "hosts", f"127.0.0.1 localhost\n{pod_ip} {spec.name}\n")
     lines = [f"echo {spec.name} > /proc/sys/kernel/hostname", _tmpfs(root, "755")]
-    for place in [*_SYSTEM, *_interpreter(), str(ROOT)]:
+    for place in _SYSTEM:
         lines += _bound(Path(place), root, place, read_only=True)
     lines += _bound(Path(sys.prefix), root, VENV, read_only=True)
     lines += [f"mkdir -p {root}/etc {root}/proc {root}/dev {root}{HOME}"]
@@ -49,6 +49,9 @@ def setup_script(spec: PodSpec, pod_ip: str, sources: VolumeSources, folder: Pat
     lines += [f"cp {files}/* {root}/etc/"]
     for mount in spec.container["volumeMounts"]:
         lines += _volume(spec, mount, sources, root, folder)
+    # Last: a checkout may lie below /tmp, which is a volume.
+    for place in [*_interpreter(), str(ROOT)]:
+        lines += _bound(Path(place), root, place, read_only=True)
     if spec.container["securityContext"]["readOnlyRootFilesystem"]:
         lines.append(f"mount -o remount,ro {root}")
     return "\n".join(lines)

@@ -51,6 +51,9 @@ CASES = (
     Case(2, 1, 16, "float32", window=3),
     Case(3, 3, 33, "bfloat16", most_slots=0),
     Case(2, 2, 40, "bfloat16", most_slots=300, steps=2, most_tokens=2),
+    # Ranks of one head and of two; and rank by rank one head or none.
+    Case(8, 11, 16, "float32", most_slots=2, steps=3, most_tokens=2),
+    Case(8, 5, 16, "float16", most_slots=0, steps=2, most_tokens=2),
 )
 
 
