@@ -18,6 +18,8 @@ from pathlib import Path
 
 VERSION = "2.42.0+ds-5+deb12u1"
 SHA256 = "81d59a24fce84f7fbe97a45a4f2914b6a5881b5cd1db2a6a0e129e515e1a5f55"
+# A mirror that does not answer must not hold up whoever sets up.
+_APT_S = 120
 BINARIES = ("prometheus", "promtool")
 _ARCHITECTURE = "amd64"
 
@@ -31,7 +33,7 @@ def installed(name: str) -> str | None:
 def fetch(folder: Path) -> None:
     """Put the binaries into `folder`.
 
-    Raises subprocess.CalledProcessError or FileNotFoundError when apt cannot get the package,
+    Raises subprocess.SubprocessError or FileNotFoundError when apt cannot get the package,
     ValueError when it is not the one that is pinned.
     """
     with tempfile.TemporaryDirectory() as scratch:
@@ -62,7 +64,7 @@ def _download(folder: Path) -> Path:
 def _apt(folder: Path, arguments: list[str], *, check: bool) -> int:
     # As root apt would download as another user, who cannot write here.
     apt = ["apt-get", "-qq", "-oAPT::Sandbox::User=root", *arguments]
-    return subprocess.run(apt, cwd=folder, check=check).returncode
+    return subprocess.run(apt, cwd=folder, check=check, timeout=_APT_S).returncode
 
 
 def main() -> None:
@@ -73,7 +75,7 @@ def main() -> None:
         return
     try:
         fetch(folder)
-    except (subprocess.CalledProcessError, FileNotFoundError) as error:
+    except (subprocess.SubprocessError, FileNotFoundError) as error:
         sys.stderr.write(
             f"NOT CHECKED from here on: rules and dashboards in Prometheus. Debian's prometheus "
             f"{VERSION} is not to be had: {error}\n"

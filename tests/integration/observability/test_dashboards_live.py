@@ -28,7 +28,8 @@ POOL = f"kv_cache_tokens=4096,{SMALL}"
 LOAD_S = 30.0
 VARIABLES = {"$__rate_interval": "20s", "$namespace": ".*", "$instance": ".*"}
 
-pytestmark = [NEEDS_PROMETHEUS, pytest.mark.timeout(300)]
+# Slow: shortened holds fire on a machine that is busy with other tests.
+pytestmark = [NEEDS_PROMETHEUS, pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")
