@@ -14,11 +14,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from kvbraid.engine.drafted_decoding import DraftedDecoding
-from kvbraid.engine.sequence import EngineRequest, SequenceKey
-from kvbraid.request import SamplingParams
+from kvbraid.engine.sequence import SequenceKey
 from kvbraid.speculative.cost_table import CostGrid, profile_cells
 from kvbraid.speculative.draft_policy import DraftPlan, DraftPolicy, StepOutcome
 from kvbraid.speculative.fixed_policy import FixedPolicy
+from kvbraid.worker.start_up_generation import generate_to_the_end
 from kvbraid.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -132,15 +132,5 @@ async def _generate(
     worker: Worker, prompt: Sequence[int], max_tokens: int, number: int, index: int
 ) -> None:
     room = worker.identity.max_model_len - max_tokens
-    token_ids = tuple(prompt[: min(_NUM_PROMPT_TOKENS, max(1, room))])
-    sampling = SamplingParams(temperature=0.0, seed=0, max_tokens=max_tokens, ignore_eos=True)
-    request = EngineRequest(
-        key=SequenceKey(_NAME, number, index),
-        token_ids=token_ids,
-        num_prompt_tokens=len(token_ids),
-        sampling=worker.sampling_for(sampling, token_ids, len(token_ids)),
-        cache_salt=_NAME,
-    )
-    async with worker.streams.open(request) as events:
-        async for _ in events:
-            pass
+    token_ids = prompt[: min(_NUM_PROMPT_TOKENS, max(1, room))]
+    await generate_to_the_end(worker, SequenceKey(_NAME, number, index), token_ids, max_tokens)

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 from kvbraid.chat_template import ChatTemplate
 from kvbraid.engine.drafted_decoding import DraftedDecoding
-from kvbraid.engine.events import TokensReady
-from kvbraid.engine.sequence import EngineRequest, SequenceKey
-from kvbraid.request import ChatMessage, SamplingParams, TokenChunk
+from kvbraid.engine.sequence import SequenceKey
+from kvbraid.request import ChatMessage, TokenChunk
 from kvbraid.speculative.fixed_policy import FixedPolicy
 from kvbraid.tokenizer import Tokenizer
+from kvbraid.worker.start_up_generation import generate_to_the_end
 from kvbraid.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -87,20 +87,11 @@ async def check_drafter(
 ) -> DrafterCheck:
     """Generate a text greedily with all the drafts that come. Nothing else may run."""
     prompt = prompt[: max(1, worker.identity.max_model_len - _NUM_TOKENS - 1)]
-    sampling = SamplingParams(temperature=0.0, seed=0, max_tokens=_NUM_TOKENS, ignore_eos=True)
-    request = EngineRequest(
-        key=SequenceKey("drafter-check", 0, 0),
-        token_ids=tuple(prompt),
-        num_prompt_tokens=len(prompt),
-        sampling=worker.sampling_for(sampling, prompt, len(prompt)),
-        cache_salt="drafter-check",
-    )
     check, policy = DrafterCheck(), speculation.policy
     speculation.policy = FixedPolicy(speculation.max_draft_tokens)
-    async with worker.streams.open(request) as events:
-        async for event in events:
-            if isinstance(event, TokensReady):
-                check.add(event.chunk)
+    key = SequenceKey("drafter-check", 0, 0)
+    for chunk in await generate_to_the_end(worker, key, prompt, _NUM_TOKENS):
+        check.add(chunk)
     speculation.policy = policy
     check.log()
     return check

@@ -14,10 +14,10 @@ import time
 from collections.abc import Callable, Sequence
 
 from kvbraid.engine.drafted_decoding import DraftedDecoding
-from kvbraid.engine.sequence import EngineRequest, SequenceKey
-from kvbraid.request import SamplingParams
+from kvbraid.engine.sequence import SequenceKey
 from kvbraid.speculative.draft_policy import DraftPolicy, StepOutcome
 from kvbraid.speculative.fixed_policy import FixedPolicy
+from kvbraid.worker.start_up_generation import generate_to_the_end
 from kvbraid.worker.worker import Worker, WorkerIdentity
 
 logger = logging.getLogger(__name__)
@@ -82,18 +82,6 @@ def _num_tokens(num_drafts: int) -> int:
 async def _generate(
     worker: Worker, prompt: Sequence[int], num_drafts: int, number: int, index: int
 ) -> None:
-    room = worker.identity.max_model_len - 1
-    token_ids = tuple(prompt[: max(1, room - _num_tokens(num_drafts))])
-    sampling = SamplingParams(
-        temperature=0.0, seed=0, max_tokens=_num_tokens(num_drafts), ignore_eos=True
-    )
-    request = EngineRequest(
-        key=SequenceKey(_NAME, number, index),
-        token_ids=token_ids,
-        num_prompt_tokens=len(token_ids),
-        sampling=worker.sampling_for(sampling, token_ids, len(token_ids)),
-        cache_salt=_NAME,
-    )
-    async with worker.streams.open(request) as events:
-        async for _ in events:
-            pass
+    max_tokens = _num_tokens(num_drafts)
+    token_ids = prompt[: max(1, worker.identity.max_model_len - 1 - max_tokens)]
+    await generate_to_the_end(worker, SequenceKey(_NAME, number, index), token_ids, max_tokens)
