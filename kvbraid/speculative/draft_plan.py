@@ -13,12 +13,14 @@ from kvbraid.speculative.break_even import PlainReason
 class DraftPlan:
     """num_wanted: drafts to ask for, one number a sequence. width: of the verify window they are
     meant for. is_trial: the window is run at that width to learn, whatever is expected of it.
-    reason: why nothing is asked for."""
+    reason: why nothing is asked for. num_same: so many steps more of the same sequences may do
+    without drafts before the policy is asked again; it is told how many did by `Policy.skip`."""
 
     num_wanted: tuple[int, ...]
     width: int
     is_trial: bool = False
     reason: PlainReason | None = None
+    num_same: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,4 +79,9 @@ class Policy(Protocol):
 
     def record(self, outcome: StepOutcome) -> None:
         """Learn from an executed step."""
+        ...
+
+    def skip(self, num_steps: int) -> None:
+        """So many plain steps were run without asking, after the last plan and within what it
+        allowed."""
         ...

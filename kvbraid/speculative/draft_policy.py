@@ -2,8 +2,8 @@
 together. Used by rank 0's engine thread; deterministic given its inputs.
 
 A step is three calls: `plan` before the drafter is asked, `width` when its answers are there,
-`record` when the step has run. While speculation is off nothing is asked of the drafter and `plan`
-costs next to nothing.
+`record` when the step has run. While speculation is off, most steps are none at all: their number
+is told afterwards, by `skip`.
 """
 
 from __future__ import annotations
@@ -66,8 +66,7 @@ class DraftPolicy:
         self.plain_steps: Counter[PlainReason] = Counter()
         self._width_rule = width_rule
         self._drafts_in_blocks = drafts_in_blocks
-        self._reviewed: list[int] = []
-        self._until_review = 0
+        self._last_reason = PlainReason.MEASURING
 
     @property
     def is_drafting(self) -> bool:
@@ -92,13 +91,11 @@ class DraftPolicy:
         """
         size = len(slots)
         if not any(limits):
-            return self._plain(size, PlainReason.NOT_ALLOWED)
+            # They only shrink.
+            return self._plain(size, PlainReason.NOT_ALLOWED, num_same=_REVIEW_STEPS - 1)
         plain_seconds = self.costs.plain_seconds(size)
         if plain_seconds is None or self.costs.steps_since_plain(size) >= _REFRESH_STEPS:
             return self._plain(size, PlainReason.MEASURING)
-        idle = self._idle_reason(slots)
-        if idle is not None:
-            return self._plain(size, idle)
         return self._estimate(np.array(slots), np.minimum(limits, self.max_draft_tokens))
 
     def width(
@@ -139,6 +136,11 @@ class DraftPolicy:
         if cost is not None:
             size = len(outcome.slots)
             self.break_even.record(size + sum(outcome.num_accepted), size, cost)
+
+    def skip(self, num_steps: int) -> None:
+        """See Policy."""
+        self.plain_steps[self._last_reason] += num_steps
+        self.break_even.skip(num_steps)
 
     def observe_seconds(self, outcome: StepOutcome) -> None:
         """Learns what an executed step took, and nothing else of it."""
@@ -213,8 +215,8 @@ class DraftPolicy:
             joins, begins = self.gates.join(slots)
             self.rates.forget(slots[begins])
             return self._drafts(choice.width, limits * (pays | joins))
-        self._reviewed, self._until_review = slots.tolist(), _REVIEW_STEPS
-        return self._plain(len(slots), self.break_even.reason)
+        num_same = 0 if self.break_even.is_probing else _REVIEW_STEPS - 1
+        return self._plain(len(slots), self.break_even.reason, num_same)
 
     def _seconds(self, size: int) -> tuple[FloatArray, FloatArray]:
         """Of a whole step by width, as estimated and bounded from below: two of [g + 1]."""
@@ -273,16 +275,11 @@ class DraftPolicy:
         wanted = tuple(np.minimum(limits, self._asked_as(width - 1)).tolist())
         return DraftPlan(wanted, width, is_trial=is_trial)
 
-    def _plain(self, size: int, reason: PlainReason | None) -> DraftPlan:
+    def _plain(self, size: int, reason: PlainReason | None, num_same: int = 0) -> DraftPlan:
         assert reason is not None
         self.plain_steps[reason] += 1
-        return DraftPlan((0,) * size, 1, reason=reason)
-
-    def _idle_reason(self, slots: Sequence[int]) -> PlainReason | None:
-        if self._until_review <= 0 or self._reviewed != list(slots):
-            return None
-        self._until_review -= 1
-        return self.break_even.wait()
+        self._last_reason = reason
+        return DraftPlan((0,) * size, 1, reason=reason, num_same=num_same)
 
     def _chances(self, rates: FloatArray, confidences: Sequence[Sequence[float]]) -> FloatArray:
         given, has_confidence = self._ragged(confidences)

@@ -44,3 +44,6 @@ class FixedPolicy:
 
     def record(self, outcome: StepOutcome) -> None:
         """Nothing is learnt."""
+
+    def skip(self, num_steps: int) -> None:
+        """Its plans allow none."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -16,11 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvbraid.kv.slots import LogicalSlots
+from kvbraid.speculative.waiting_taps import Taps, WaitingTaps
 
-# Most bytes of taps that wait on the device, and most of their rows: what reads rows waits for so
-# many to be fused and copied.
-_MOST_WAITING_BYTES = 64 << 20
-_MOST_WAITING = 2048
 _SINK_SLOT = 0
 
 
@@ -42,18 +39,6 @@ class Fusion(Protocol):
         ...
 
 
-class _Taps(NamedTuple):
-    """A step's taps [T, m, d_t], not fused yet, and the logical slots [T] of their tokens."""
-
-    slots: NDArray[np.int64]
-    taps: Tensor
-
-    def without(self, slots: NDArray[np.int64]) -> _Taps:
-        """These, those of `slots` as padding: their pages have had another owner since."""
-        is_gone = np.isin(self.slots, slots)
-        return self._replace(slots=np.where(is_gone, _SINK_SLOT, self.slots))
-
-
 class FusedRows:
     """Rows by logical slot. Used by rank 0's engine thread only.
 
@@ -69,8 +54,7 @@ class FusedRows:
         self._page_size = logical_page_size
         self._rows = torch.empty(num_slots, fusion.fused_width, dtype=dtype)
         self._tap_s = 0.0
-        self._waiting: list[_Taps] = []
-        self._num_waiting = 0
+        self._waiting = WaitingTaps(_SINK_SLOT)
         self._is_held: NDArray[np.bool_] = np.zeros(num_slots, dtype=np.bool_)
 
     @property
@@ -82,17 +66,17 @@ class FusedRows:
         """Keep what the taps [T, m, d_t] of the tokens in `slots` are fused to; tokens in the sink
         page are padding. The taps may be overwritten afterwards."""
         began = time.monotonic()
-        self._num_waiting += len(taps)
-        is_many = self._num_waiting > min(_MOST_WAITING, self._most_rows(taps))
-        self._waiting.append(_Taps(slots.array, taps if is_many else taps.clone()))
-        self._is_held[slots.array[slots.array >= self._page_size]] = True
-        if is_many:
-            self._fuse_waiting()
+        if self._waiting.has_room(taps):
+            self._waiting.add(slots.array, taps)
+        else:
+            self._take_many(slots.array, taps)
+        self._is_held[slots.array] = True
+        self._is_held[: self._page_size] = False
         self._tap_s += time.monotonic() - began
 
     def put(self, slots: LogicalSlots, rows: Tensor) -> None:
         """Keep rows [n, d] that another worker has computed for the tokens in `slots`."""
-        self._waiting = [one.without(slots.array) for one in self._waiting]
+        self._waiting.drop(slots.array)
         self._rows[torch.from_numpy(slots.array)] = rows.to(device="cpu", dtype=self._rows.dtype)
         self._is_held[slots.array] = True
 
@@ -116,28 +100,21 @@ class FusedRows:
         self._fuse_waiting()
         return self._rows[torch.from_numpy(slots.array)]
 
-    @staticmethod
-    def _most_rows(taps: Tensor) -> int:
-        """Rows like these that may wait."""
-        return _MOST_WAITING_BYTES // (taps[0].nbytes if len(taps) else 1)
+    def _take_many(self, slots: NDArray[np.int64], taps: Tensor) -> None:
+        self._fuse_waiting()
+        if self._waiting.has_room(taps):
+            self._waiting.add(slots, taps)
+        else:
+            self._fuse(Taps(slots, taps))
 
-    @torch.inference_mode()
     def _fuse_waiting(self) -> None:
         """Put the rows of all taps that wait where they belong."""
-        if not self._waiting:
-            return
-        slots = np.concatenate([one.slots for one in self._waiting])
-        taps = [one.taps for one in self._waiting]
-        rows = self._fusion.fuse(torch.cat(taps) if len(taps) > 1 else taps[0])
-        rows = rows.to(device="cpu", dtype=self._rows.dtype)
-        newest = _newest(slots, np.flatnonzero(slots >= self._page_size))
-        self._rows[torch.from_numpy(slots[newest])] = rows[torch.from_numpy(newest)]
-        self._waiting.clear()
-        self._num_waiting = 0
+        waiting = self._waiting.drain()
+        if waiting is not None:
+            self._fuse(waiting)
 
-
-def _newest(slots: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Of `rows`, the last one of each slot: rejected drafts left theirs to the tokens after."""
-    _, from_end = np.unique(slots[rows][::-1], return_index=True)
-    newest: NDArray[np.int64] = rows[len(rows) - 1 - from_end]
-    return newest
+    @torch.inference_mode()
+    def _fuse(self, taken: Taps) -> None:
+        newest = taken.newest(self._page_size)
+        rows = self._fusion.fuse(taken.taps).to(device="cpu", dtype=self._rows.dtype)
+        self._rows[torch.from_numpy(taken.slots[newest])] = rows[torch.from_numpy(newest)]

