@@ -29,7 +29,8 @@ from kvbraid.request import SamplingParams
 from kvbraid.speculative.drafter_source import open_drafter
 from kvbraid.tokenizer import load_tokenizer
 from tools.chat_prompt import chat_prompt_ids
-from tools.engine_world import Case, EngineWorld, Outcome, Prompt
+from tools.engine_case import Case, Outcome, Prompt
+from tools.engine_world import EngineWorld
 
 BAR = 0.05
 DTYPES = ("float32", "bfloat16")

@@ -24,7 +24,8 @@ from pathlib import Path
 
 from benchmarks.report import BenchmarkRow, write_report
 from kvbraid.request import SamplingParams
-from tools.engine_world import Case, EngineWorld, Prompt
+from tools.engine_case import Case, Prompt
+from tools.engine_world import EngineWorld
 
 TINY_MLA = Path("tests/assets/tiny-mla")
 BATCHES = (1, 8, 64)

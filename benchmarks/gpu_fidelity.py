@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.report import BenchmarkRow, write_report
-from tools.engine_world import Case, EngineWorld, Prompt
+from tools.engine_case import Case, Prompt
+from tools.engine_world import EngineWorld
 from tools.greedy_reference import Continuation, greedy_continuation, load_reference_model
 
 NUM_PROMPTS = 8

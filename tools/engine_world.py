@@ -22,27 +22,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from attention.interface import Group
 from kvbraid.engine.communicator import RankGroups, make_groups
 from kvbraid.engine.drafted_decoding import GrantingDrafting
 from kvbraid.engine.engine import Engine, follow
 from kvbraid.engine.events import EngineEvent, RequestFailed, StepReport, TokensReady
-from kvbraid.engine.model_runner import ModelRunner
-from kvbraid.engine.rank_state import RankSequence
 from kvbraid.engine.ranks import RankContext
-from kvbraid.engine.sampler import SampleResult
 from kvbraid.engine.scheduler import Scheduler, SchedulerLimits
 from kvbraid.engine.sequence import EngineRequest, SequenceKey
-from kvbraid.engine.speculation import PlainDecoding, Speculation, VerifiedWindow
+from kvbraid.engine.speculation import PlainDecoding, Speculation
 from kvbraid.engine.step_channel import StepChannel, make_step_channel
 from kvbraid.kv.page_allocator import PageAllocator
 from kvbraid.kv.prefix_cache import PrefixCache
 from kvbraid.model.causal_lm import CausalLM
 from kvbraid.model.loader import load_config, load_model
 from kvbraid.model.parallel import ParallelContext
-from kvbraid.request import SamplingParams
 from kvbraid.settings import (
     KvSettings,
     ModelSettings,
@@ -59,69 +53,9 @@ from kvbraid.worker.rank_assembly import (
     compute_dtype,
     kv_layout,
 )
+from tools.engine_case import Case, Forced, Outcome, Prompt
+from tools.forcing_runner import ForcingRunner, RecordingRunner
 from tools.no_transfers import NoReceiver, NoSender
-
-GREEDY = SamplingParams(temperature=0.0, seed=0)
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """A request at the engine seam.
-
-    forced: what every step is made to emit whatever it sampled (teacher forcing), max_tokens of
-    them.
-    """
-
-    token_ids: tuple[int, ...]
-    max_tokens: int
-    sampling: SamplingParams = GREEDY
-    index: int = 0
-    forced: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """What a rebuild of pool, attention and engine may vary.
-
-    drafter_forgets_at: drafting step, from 1, before which the drafter loses all its sequences.
-    """
-
-    page_size: int = 16
-    interleave: int = 1
-    exchange: str = "ag_rs"
-    q_mode: str = "gather"
-    chunk_tokens: int = 512
-    batched_tokens: int = 2048
-    kv_cache_tokens: int = 4096
-    max_num_seqs: int = 16
-    max_model_len: int = 2048
-    record_logits: bool = False
-    drafter: str = ""
-    max_draft_tokens: int = 0
-    draft_policy: str = "fixed"
-    cuda_graphs: str = "auto"
-    draft_verification: str = "exact_match"
-    drafter_forgets_at: int = 0
-
-
-Forced = dict[tuple[int, ...], tuple[int, ...]]
-"""Continuations to force, by prompt."""
-
-
-@dataclass(slots=True)
-class Outcome:
-    """What a case gave. tokens, cached: per phase, per prompt. rows: [tp, 2] finite pool rows and
-    pool bytes after the last token. logits: float32 [step, vocab] per prompt of the last phase.
-    windows: what each step with drafts verified. steps: (when it ended, sequences that decoded,
-    prompt tokens, new tokens) of each."""
-
-    tokens: list[list[list[int]]] = field(default_factory=list)
-    cached: list[list[int]] = field(default_factory=list)
-    rows: list[list[int]] = field(default_factory=list)
-    logits: list[Tensor] = field(default_factory=list)
-    num_preemptions: int = 0
-    windows: list[list[VerifiedWindow]] = field(default_factory=list)
-    steps: list[tuple[float, int, int, int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,61 +65,6 @@ class _Settings:
     kv: KvSettings
     scheduler: SchedulerSettings
     speculative: SpeculativeSettings
-
-
-class ForcingRunner(ModelRunner):
-    """Emits forced tokens instead of its own; drafts are accepted where they agree with those."""
-
-    def __init__(self, runner: ModelRunner, forced: Forced) -> None:
-        self.__dict__.update(runner.__dict__)
-        self._forced = forced
-
-    def sample(
-        self,
-        logits: Tensor,
-        sequences: Sequence[RankSequence],
-        assumed: Sequence[tuple[int, ...]],
-    ) -> SampleResult:
-        """As ModelRunner.sample."""
-        result = super().sample(logits, sequences, assumed)
-        token_ids = result.token_ids.clone()
-        for i, (sequence, drafts) in enumerate(zip(sequences, assumed, strict=True)):
-            num_prompt = sequence.sampling.num_prompt_tokens
-            forced = self._forced.get(tuple(sequence.token_ids[:num_prompt]))
-            if forced is not None:
-                token_ids[i] = forced[len(sequence.token_ids) - num_prompt + len(drafts)]
-        return result._replace(token_ids=token_ids)
-
-
-class RecordingRunner(ForcingRunner):
-    """Also keeps the whole logits row of every sampled token."""
-
-    def __init__(self, runner: ModelRunner, group: Group, forced: Forced) -> None:
-        super().__init__(runner, forced)
-        self._group = group
-        self.rows: dict[tuple[int, ...], list[Tensor]] = {}
-
-    def sample(
-        self,
-        logits: Tensor,
-        sequences: Sequence[RankSequence],
-        assumed: Sequence[tuple[int, ...]],
-    ) -> SampleResult:
-        """As ModelRunner.sample."""
-        size = -(-self.model.config.vocab_size // self._group.size)
-        padded = logits.new_full((len(logits), size + 1), float("-inf"))
-        padded[:, : logits.shape[1]] = logits
-        shards = self._group.all_gather(padded)
-        vocab = self.model.config.vocab_size
-        widths = [
-            (r + 1) * vocab // self._group.size - r * vocab // self._group.size
-            for r in range(self._group.size)
-        ]
-        whole = torch.cat([s[:, :w] for s, w in zip(shards, widths, strict=True)], dim=1)
-        for row, sequence in zip(whole, sequences, strict=True):
-            prompt = tuple(sequence.token_ids[: sequence.sampling.num_prompt_tokens])
-            self.rows.setdefault(prompt, []).append(row.float().cpu())
-        return super().sample(logits, sequences, assumed)
 
 
 @dataclass(frozen=True, slots=True)

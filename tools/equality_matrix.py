@@ -21,7 +21,8 @@ from pathlib import Path
 
 from benchmarks.report import BenchmarkRow, write_report
 from kvbraid.model.loader import load_config
-from tools.engine_world import Case, EngineWorld, Prompt
+from tools.engine_case import Case, Prompt
+from tools.engine_world import EngineWorld
 from tools.greedy_reference import Continuation, greedy_continuation, load_reference_model
 from tools.pairwise import pairwise_rows
 

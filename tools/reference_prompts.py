@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from benchmarks.report import BenchmarkRow, write_report
-from tools.engine_world import Case, EngineWorld, Prompt
+from tools.engine_case import Case, Prompt
+from tools.engine_world import EngineWorld
 from tools.equality_matrix import TOPOLOGIES
 from tools.greedy_reference import NEAR_TIE, load_reference_model
 

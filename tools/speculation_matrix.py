@@ -17,7 +17,8 @@ from pathlib import Path
 
 from benchmarks.report import BenchmarkRow, write_report
 from kvbraid.request import SamplingParams
-from tools.engine_world import Case, EngineWorld, Outcome, Prompt
+from tools.engine_case import Case, Outcome, Prompt
+from tools.engine_world import EngineWorld
 
 TOPOLOGIES = ((1, 1), (2, 2), (3, 3), (4, 2), (4, 4))
 # 0: as many as the drafter was trained for.

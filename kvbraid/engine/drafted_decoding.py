@@ -33,8 +33,10 @@ from kvbraid.transport.draft_grant import DraftGrant
 # Most rows of one sequence in one step: a long prompt is told over several steps, and only then
 # drafted for.
 _MAX_ROWS = 1024
-# While drafting does not pay, rows of prompts are taken for so many sequences only, which probes
-# find warm; the rest starts cold, should it pay again.
+# While drafting does not pay, rows are kept from so many steps before a probe on only, and those
+# of prompts for so many sequences, which the probe finds warm; the rest starts cold, should
+# drafting pay again.
+_STEPS_BEFORE_PROBE = 128
 _NUM_FOR_PROBES = 4
 _NOT_WORTHWHILE = "not_worthwhile"
 
@@ -120,8 +122,7 @@ class DraftedDecoding:
 
     def open_grant(self, sequence: Sequence) -> DraftGrant | None:
         """See Speculation. The drafter gets the prompt's rows there, and none of them from here."""
-        is_off = not self.policy.is_drafting and len(self._receiving) >= _NUM_FOR_PROBES
-        if is_off or sequence.request.sampling.max_draft_tokens == 0:
+        if not self._limit(sequence) or not self._may_meet_drafts(sequence):
             return None
         told, num_rows = self._telling(sequence), len(sequence.token_ids)
         grant = self._drafting.open_grant(told.key, num_rows)
@@ -129,6 +130,12 @@ class DraftedDecoding:
             told.num_rows = num_rows
             self._receiving[told.key] = sequence
         return grant
+
+    def _may_meet_drafts(self, sequence: Sequence) -> bool:
+        if self.policy.is_drafting:
+            return True
+        num_steps = min(_STEPS_BEFORE_PROBE, sequence.num_emittable(self._max_model_len))
+        return self.policy.steps_to_probe <= num_steps and len(self._receiving) < _NUM_FOR_PROBES
 
     def keep_rows(self, key: str, first_position: int, rows: Tensor) -> None:
         """Rows [n, d] of a prompt that another worker computes have come. The drafter is told of
@@ -171,6 +178,7 @@ class DraftedDecoding:
         limits = [self._limit(s) for s in decoding]
         plan = self.policy.plan([t.number for t in told], limits)
         self._quiet.allow(decoding, plan.num_same)
+        self._rows.is_wanted = self.policy.steps_to_probe <= _STEPS_BEFORE_PROBE
         self._is_worthwhile = plan.reason in (None, PlainReason.NOT_ALLOWED)
         self._count_plain(len(decoding))
         asked.told = {s.slot: t for s, t in zip(decoding, told, strict=True)}

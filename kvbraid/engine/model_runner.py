@@ -166,9 +166,9 @@ class ModelRunner:
         if not decode.sequences:
             return None
         lengths = [len(s.token_ids) for s in decode.sequences]
-        seq_lens = torch.tensor(lengths, dtype=torch.int32) + (decode.window - 1)
+        seq_lens = np.array(lengths, dtype=np.int32) + np.int32(decode.window - 1)
         return DecodeBatch(
-            seq_lens=seq_lens,
+            seq_lens=torch.from_numpy(seq_lens),
             # A window's own rows are in hand, and padding has no page: the table ends before.
             page_table=self._page_table([s.slot for s in decode.sequences], max(lengths)),
             window=decode.window,

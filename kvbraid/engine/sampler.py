@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -157,10 +158,14 @@ def _draw_filtered(logits: Tensor, params: RowGroup, vocab_start: int, group: Gr
 
 def _agree(best: _Best, vocab_start: int, group: Group) -> tuple[Tensor, Tensor]:
     """The best token over all shards: ids and whether they are valid, both [N] on the CPU."""
-    pairs = torch.stack((best.scores.double(), (best.columns + vocab_start).double()))
-    gathered = group.all_gather(pairs).cpu()
-    scores, ids = gathered.unbind(1)
-    highest = scores.amax(dim=0)
-    lowest_id = torch.where(scores == highest, ids, torch.inf).amin(dim=0)
-    is_valid = highest.isfinite()
-    return torch.where(is_valid, lowest_id, 0.0).long(), is_valid
+    columns = best.columns + vocab_start if vocab_start else best.columns
+    # float64 holds both exactly.
+    pairs = torch.empty(2, len(columns), dtype=torch.float64, device=columns.device)
+    pairs[0], pairs[1] = best.scores, columns
+    gathered = group.all_gather(pairs).cpu().numpy()
+    scores, ids = gathered[:, 0], gathered[:, 1]
+    highest = scores.max(axis=0)
+    lowest_id = np.where(scores == highest, ids, np.inf).min(axis=0)
+    is_valid = np.isfinite(highest)
+    token_ids = np.where(is_valid, lowest_id, 0.0).astype(np.int64)
+    return torch.from_numpy(token_ids), torch.from_numpy(is_valid)

@@ -47,8 +47,9 @@ class LogitEdits:
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """N rows of one step. Every row is in exactly one of `greedy` (int64 indices), `plain`
-    (sampled from the whole vocabulary) and `filtered` (top-k, top-p or min-p first).
+    """N rows of one step. Every row is in exactly one of `greedy` (int64 indices, on the CPU if all
+    rows are), `plain` (sampled from the whole vocabulary) and `filtered` (top-k, top-p or min-p
+    first).
 
     edits: None when no row changes its logits on any rank. top_logprobs: one entry a row, None for
     rows that want no log-probabilities.

@@ -111,12 +111,19 @@ def build_rows(
         (greedy if sequence.is_greedy else filtered if sequence.is_filtered else plain).append(row)
     return SamplingRows(
         num_rows=len(sequences),
-        greedy=uploaded(torch.tensor(greedy), device) if greedy else None,
+        greedy=_greedy_rows(greedy, len(sequences), device),
         plain=_row_group(sequences, positions, plain, device),
         filtered=_row_group(sequences, positions, filtered, device),
         edits=_logit_edits(sequences, guesses, vocab_shard, device),
         top_logprobs=tuple(s.params.top_logprobs for s in sequences),
     )
+
+
+def _greedy_rows(rows: list[int], num_rows: int, device: torch.device) -> Tensor | None:
+    """Where all rows are greedy, nothing is looked up by them: they need not be on the device."""
+    if not rows:
+        return None
+    return torch.tensor(rows) if len(rows) == num_rows else uploaded(torch.tensor(rows), device)
 
 
 def _row_group(

@@ -79,6 +79,13 @@ class BreakEven:
         self._interval = _FIRST_INTERVAL // 2
         self._steps = 0  # since the last stop or resumption
 
+    @property
+    def steps_to_probe(self) -> int:
+        """Steps until a probe is due; 0 while on or probing."""
+        if self.reason is None or self.is_probing:
+            return 0
+        return max(0, self._interval - self._steps)
+
     def can_afford(self, price: float) -> bool:
         """Whether the balance covers a step that may lose `price` plain steps."""
         return self.reason is not PlainReason.OVERSPENT and self.credit >= price

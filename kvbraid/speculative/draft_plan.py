@@ -52,6 +52,11 @@ class Policy(Protocol):
         """Whether drafts are asked for as a rule, not only by probes."""
         ...
 
+    @property
+    def steps_to_probe(self) -> int:
+        """Steps that no drafts are asked for, whatever comes, other requests apart."""
+        ...
+
     def open(self) -> int:
         """A number for a new sequence."""
         ...

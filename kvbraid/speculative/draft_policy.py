@@ -29,8 +29,12 @@ BoolArray = NDArray[np.bool_]
 
 # A plain step's price is refreshed after so many steps of its batch size with drafts.
 _REFRESH_STEPS = 256
-# While off and with the same sequences, estimates are looked at again this often.
+# While off and with the same sequences, estimates are looked at again this often: the less so the
+# further away the next probe is.
 _REVIEW_STEPS = 16
+_LONGEST_REVIEW_STEPS = 64
+# "Never", as long as the requests stay what they are.
+_NO_PROBE = 1 << 30
 # An unmeasured width is tried when it may be better by this factor.
 _WORTH_TRYING = 1.02
 # What takes longer than this times its bound was a pause of the machine and says nothing.
@@ -67,11 +71,19 @@ class DraftPolicy:
         self._width_rule = width_rule
         self._drafts_in_blocks = drafts_in_blocks
         self._last_reason = PlainReason.MEASURING
+        self._may_probe = True
 
     @property
     def is_drafting(self) -> bool:
         """See Policy."""
         return self.break_even.reason is None
+
+    @property
+    def steps_to_probe(self) -> int:
+        """See Policy."""
+        if self.is_drafting or self._may_probe:
+            return self.break_even.steps_to_probe
+        return _NO_PROBE
 
     def open(self) -> int:
         """A slot for a new sequence."""
@@ -204,7 +216,8 @@ class DraftPolicy:
                 return self._drafts(untried, limits * pays, is_trial=True)
         was_probing = self.break_even.is_probing
         probe = self._probe_choice(has_room, likely)
-        price = likely[probe.width - 1] / likely[0] - 1.0 if probe.width > 1 else None
+        self._may_probe = probe.width > 1
+        price = likely[probe.width - 1] / likely[0] - 1.0 if self._may_probe else None
         verdict = self.break_even.decide(choice.gain, price, len(slots))
         if verdict is Verdict.PROBE and probe.width > 1:
             if not was_probing:
@@ -215,8 +228,12 @@ class DraftPolicy:
             joins, begins = self.gates.join(slots)
             self.rates.forget(slots[begins])
             return self._drafts(choice.width, limits * (pays | joins))
-        num_same = 0 if self.break_even.is_probing else _REVIEW_STEPS - 1
-        return self._plain(len(slots), self.break_even.reason, num_same)
+        return self._plain(len(slots), self.break_even.reason, self._steps_without_review())
+
+    def _steps_without_review(self) -> int:
+        if self.break_even.is_probing:
+            return 0
+        return min(max(_REVIEW_STEPS, self.steps_to_probe), _LONGEST_REVIEW_STEPS) - 1
 
     def _seconds(self, size: int) -> tuple[FloatArray, FloatArray]:
         """Of a whole step by width, as estimated and bounded from below: two of [g + 1]."""

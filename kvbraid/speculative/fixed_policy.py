@@ -11,6 +11,7 @@ class FixedPolicy:
     """`DraftPolicy` without any judgement."""
 
     is_drafting = True
+    steps_to_probe = 0
 
     def __init__(self, max_draft_tokens: int) -> None:
         self._max_draft_tokens = max_draft_tokens

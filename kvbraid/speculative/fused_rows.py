@@ -53,6 +53,8 @@ class FusedRows:
         self._fusion = fusion
         self._page_size = logical_page_size
         self._rows = torch.empty(num_slots, fusion.fused_width, dtype=dtype)
+        # Whether rows of tokens computed now will be read; while they will not, none are kept.
+        self.is_wanted = True
         self._tap_s = 0.0
         self._waiting = WaitingTaps(_SINK_SLOT)
         self._is_held: NDArray[np.bool_] = np.zeros(num_slots, dtype=np.bool_)
@@ -65,6 +67,10 @@ class FusedRows:
     def take(self, slots: LogicalSlots, taps: Tensor) -> None:
         """Keep what the taps [T, m, d_t] of the tokens in `slots` are fused to; tokens in the sink
         page are padding. The taps may be overwritten afterwards."""
+        if not self.is_wanted:
+            # What a rejected draft left there is not this token's.
+            self._is_held[slots.array] = False
+            return
         began = time.monotonic()
         if self._waiting.has_room(taps):
             self._waiting.add(slots.array, taps)

@@ -25,11 +25,11 @@ from kvbraid.engine.rank_state import RankState
 from kvbraid.engine.ranks import RankContext
 from kvbraid.engine.ratio_verification import RatioTest
 from kvbraid.engine.sampled_exchange import sampled
-from kvbraid.engine.step_forward import EagerForward, RankModel
+from kvbraid.engine.step_forward import EagerForward, RankModel, StepForward
 from kvbraid.engine.verification import ExactMatch, Verification
 from kvbraid.errors import ConfigError
-from kvbraid.kv.kv_layout import KvLayout, ranks_heads
-from kvbraid.kv.page_pool import KvSpec, StripedPagePool
+from kvbraid.kv.kv_layout import KvLayout
+from kvbraid.kv.page_pool import StripedPagePool
 from kvbraid.model.causal_lm import CausalLM
 from kvbraid.model.config import ModelConfig
 from kvbraid.model.loader import load_model
@@ -50,7 +50,7 @@ from kvbraid.worker.attention_choice import (
     choose_attention,
 )
 from kvbraid.worker.drafter_warm_up import warm_up_fusion
-from kvbraid.worker.memory import free_bytes
+from kvbraid.worker.pool_assembly import build_pool, kv_spec
 
 logger = logging.getLogger(__name__)
 
@@ -185,35 +185,35 @@ def build_rank(
         dtype=dtype,
         device=device,
     )
-    spec = _kv_spec(config, layout, context.rank, dtype)
-    pool = _pool(settings, spec, stripe, groups.control, max_model_len, device)
     max_pages = -(-max_model_len // stripe.logical_page_size)
-    state = RankState(settings.scheduler.max_num_seqs, max_pages)
-    fused_rows = _fused_rows(settings, context, config, pool, dtype)
-    rank_model = RankModel(
-        model, attention, pool, device, None if fused_rows is None else fused_rows.layers
+    pool = build_pool(
+        settings.kv,
+        kv_spec(config, layout, context.rank, dtype),
+        stripe,
+        useful_tokens=limits.max_num_seqs * max_pages * stripe.logical_page_size,
+        control_group=groups.control,
+        device=device,
     )
+    state = RankState(limits.max_num_seqs, max_pages)
+    fused_rows = _fused_rows(settings, context, config, pool, dtype)
+    layers = None if fused_rows is None else fused_rows.layers
+    rank_model = RankModel(model, attention, pool, device, layers)
     runner = ModelRunner(
         model=model,
-        forward=(
-            CapturedForward(rank_model, limits, CudaGraphCapture())
-            if is_captured
-            else EagerForward(rank_model)
-        ),
+        forward=_forward(rank_model, limits, is_captured),
         pool=pool,
         state=state,
         tp_group=groups.tp,
         device=device,
         tap_sink=fused_rows,
     )
-    exchange = KvExchange(
-        rank=context.rank, layout=layout, pool=pool, receiver=receiver, sender=sender
-    )
     verification = _verification(settings.speculative, model, config, groups.tp)
     executor = RankExecutor(
         runner=runner,
         state=state,
-        exchange=exchange,
+        exchange=KvExchange(
+            rank=context.rank, layout=layout, pool=pool, receiver=receiver, sender=sender
+        ),
         control_group=groups.control,
         guard=make_guard(parallel.debug_guard, groups.control, state),
         verification=verification,
@@ -232,27 +232,18 @@ def build_rank(
     )
 
 
+def _forward(rank: RankModel, limits: DecodeLimits, is_captured: bool) -> StepForward:
+    if is_captured:
+        return CapturedForward(rank, limits, CudaGraphCapture())
+    return EagerForward(rank)
+
+
 def _verification(
     settings: SpeculativeSettings, model: CausalLM, config: ModelConfig, group: Group
 ) -> Verification:
     if settings.draft_verification == "ratio_test":
         return RatioTest(vocab_shard=model.vocab_shard, vocab_size=config.vocab_size, group=group)
     return ExactMatch()
-
-
-def _pool(
-    settings: RankSettings,
-    spec: KvSpec,
-    stripe: StripeLayout,
-    control_group: Group,
-    max_model_len: int,
-    device: torch.device,
-) -> StripedPagePool:
-    num_pages = _agreed_num_pages(settings, spec, stripe, control_group, max_model_len, device)
-    pool = StripedPagePool(spec, num_pages, stripe, device)
-    if settings.kv.poison_kv:
-        pool.fill_nan()
-    return pool
 
 
 def _max_window(settings: RankSettings, config: ModelConfig) -> int:
@@ -314,38 +305,3 @@ def _attention(
         limits=limits,
     )
     return attention, choice.backend.name, is_captured
-
-
-def _kv_spec(config: ModelConfig, layout: KvLayout, rank: int, dtype: torch.dtype) -> KvSpec:
-    if config.mla is not None:
-        return KvSpec("mla", config.num_layers, 1, config.mla.latent_width, 0, dtype)
-    heads = len(ranks_heads(layout, rank))
-    return KvSpec("gqa", config.num_layers, heads, config.head_dim, config.head_dim, dtype)
-
-
-def _agreed_num_pages(
-    settings: RankSettings,
-    spec: KvSpec,
-    stripe: StripeLayout,
-    control_group: Group,
-    max_model_len: int,
-    device: torch.device,
-) -> int:
-    """Logical pages that every rank has room for, the reserved page 0 included."""
-    kv = settings.kv
-    if kv.kv_cache_tokens:
-        return 1 + -(-kv.kv_cache_tokens // stripe.logical_page_size)
-    page_bytes = spec.num_layers * max(1, spec.num_heads) * spec.row_bytes * stripe.page_size
-    budget = free_bytes(device) * kv.kv_memory_fraction
-    if device.type == "cpu":
-        budget /= control_group.size
-    fitting = int(budget // page_bytes)
-    useful = settings.scheduler.max_num_seqs * -(-max_model_len // stripe.logical_page_size)
-    mine = torch.tensor([min(fitting, useful + 1)], dtype=torch.int64)
-    agreed = int(control_group.all_gather(mine).min())
-    if agreed < 2:
-        raise ConfigError(
-            f"kv_memory_fraction {kv.kv_memory_fraction} of {free_bytes(device)} free bytes holds "
-            f"no page of {page_bytes} bytes; raise it, or set kv_cache_tokens"
-        )
-    return agreed

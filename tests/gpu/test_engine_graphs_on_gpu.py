@@ -20,7 +20,8 @@ from kvbraid.engine.cuda_graph import CudaGraphCapture
 from kvbraid.engine.step_forward import EagerForward
 from kvbraid.request import SamplingParams
 from tests.unit.engine.forward_script import CAPTURED, LIMITS, build, check_equal, play
-from tools.engine_world import Case, EngineWorld, Prompt
+from tools.engine_case import Case, Prompt
+from tools.engine_world import EngineWorld
 
 pytestmark = [
     pytest.mark.gpu,

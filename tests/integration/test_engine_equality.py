@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from kvbraid.request import SamplingParams
-from tools.engine_world import Case, EngineWorld, Prompt
+from tools.engine_case import Case, Prompt
+from tools.engine_world import EngineWorld
 from tools.greedy_reference import NEAR_TIE, load_reference_model
 
 TINY_MLA = Path(__file__).parents[1] / "assets" / "tiny-mla"

@@ -15,7 +15,8 @@ import pytest
 
 from kvbraid.request import SamplingParams
 from tools.chat_prompt import chat_prompt_ids
-from tools.engine_world import Case, EngineWorld, Outcome, Prompt
+from tools.engine_case import Case, Outcome, Prompt
+from tools.engine_world import EngineWorld
 
 ASSETS = Path(__file__).parents[1] / "assets"
 MODEL = ASSETS / "tiny-mla"

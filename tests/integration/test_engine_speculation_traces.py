@@ -19,7 +19,8 @@ from kvbraid.speculative.proposer import Proposer
 from kvbraid.speculative.tap_fusion import load_tap_fusion
 from tests.unit.speculative.drafters.exact_loop import TransformersTarget, verified_windows
 from tools.chat_prompt import chat_prompt_ids
-from tools.engine_world import Case, EngineWorld, Prompt
+from tools.engine_case import Case, Prompt
+from tools.engine_world import EngineWorld
 
 ASSETS = Path(__file__).parents[1] / "assets"
 MODEL = ASSETS / "tiny-mla"
