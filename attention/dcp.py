@@ -31,7 +31,7 @@ from attention.interface import (
 from attention.layout import HeadLayout, StripeLayout
 from attention.prefix import PrefixRows
 from attention.rows import decode_rows, extend_rows
-from attention.stored_rows import StoredRows
+from attention.stored_rows import StoredPool
 
 Q_MODES = ("gather", "replicate")
 
@@ -105,13 +105,14 @@ class DcpAttention:
         dtype: torch.dtype,
         kv_dtype: torch.dtype,
         device: torch.device | str,
+        max_growth: int = 0,
     ) -> DecodeBuffers:
         """Reserve buffers for plans of decode (window 1) or verify steps, see DecodeBuffers.
 
         batch_size: sequences of each step, padding included. max_len: most tokens of a sequence
-        before the step's window. dtype: of q; kv_dtype: of the pool. Reserve the largest first:
-        workspaces are then shared. Raises ValueError for sizes below 1, NotImplementedError where
-        the backend cannot be captured.
+        before the step's window. dtype: of q; kv_dtype: of the pool. max_growth: how often a plan
+        may `grow`, on one rank only. Reserve the largest first: workspaces are then shared. Raises
+        ValueError for impossible sizes, NotImplementedError where the backend cannot be captured.
         """
         bounds = decode_bounds(
             self._stripe,
@@ -119,6 +120,7 @@ class DcpAttention:
             max_len=max_len,
             window=window,
             window_mask=window_mask,
+            max_growth=max_growth,
         )
         if not isinstance(self._backend, CapturableBackend):
             raise NotImplementedError(
@@ -135,7 +137,9 @@ class DcpAttention:
             kv_dtype=kv_dtype,
         )
         reserved = self._backend.reserve_decode(bounds, call, torch.device(device))
-        return DecodeBuffers(batch_size, max_len, window, window_mask, self._stripe, reserved)
+        return DecodeBuffers(
+            batch_size, max_len, window, window_mask, self._stripe, reserved, max_growth
+        )
 
     def plan_decode(
         self,
@@ -226,8 +230,8 @@ class DcpAttention:
         if not plan.prefix.is_empty and self._heads.group_q_heads:
             self._check_pool_heads(cache)
             prefix_key, prefix_value = plan.prefix.gather(
-                StoredRows.of(cache.key, cache.key_scale),
-                StoredRows.of(cache.value, cache.value_scale),
+                StoredPool.of(cache.key, cache.key_scale),
+                StoredPool.of(cache.value, cache.value_scale),
                 dtype=q.dtype,
             )
         return plan.kernel.gqa(q, key, value, prefix_key, prefix_value)
@@ -247,7 +251,7 @@ class DcpAttention:
         """
         prefix = None
         if not plan.prefix.is_empty:
-            (prefix,) = plan.prefix.gather(StoredRows.of(cache.latent, cache.scale), dtype=q.dtype)
+            (prefix,) = plan.prefix.gather(StoredPool.of(cache.latent, cache.scale), dtype=q.dtype)
         return plan.kernel.mla(q, latent, prefix, self._local_expansion(expansion))
 
     def own_heads(self, tensor: Tensor, dim: int = 1) -> Tensor:

@@ -93,7 +93,8 @@ class GQACache(NamedTuple):
     """One layer's KV on this rank. key and value: [N, P, Hk, D].
 
     key_scale, value_scale: float32, both or neither, for keys and values in float8_e4m3fn: [1], or
-    one a token and head [N, P, Hk]. True value = stored * scale.
+    one a token and head [N, Hk, P], contiguous: a head's scales of a page lie together, as one head
+    reads them. True value = stored * scale.
     """
 
     key: Tensor

@@ -28,7 +28,7 @@ MIN_AMAX = 2.0**-40
 class RowStore:
     """Keys, values or latents of a pool; the true value of an element is stored * scale.
 
-    rows: [L, N * P, Hk, W]. scale: float32, one a layer [L, 1] or one a row [L, N * P, Hk]; None
+    rows: [L, N * P, Hk, W]. scale: float32, one a layer [L, 1] or one a row [L, N, Hk, P]; None
     where elements are stored as they are.
     """
 
@@ -38,7 +38,7 @@ class RowStore:
     @property
     def is_per_token(self) -> bool:
         """Whether each row has a scale of its own, computed as it is written."""
-        return self.scale is not None and self.scale.dim() == 3
+        return self.scale is not None and self.scale.dim() == 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +78,11 @@ class RowMover(Protocol):
     def refill(self, plan: WritePlan, slots: NDArray[np.int64]) -> None:
         """Make `plan` the plan of `slots`, in the same device memory; places that are left over
         get slot 0. Raises ValueError for more slots than the plan has places."""
+        ...
+
+    def parts(self, plan: WritePlan, size: int) -> list[WritePlan]:
+        """`plan` as plans of `size` consecutive places each, which `refill` of it refills too.
+        Raises ValueError where size does not divide it, or the pool is a stripe of several."""
         ...
 
     def append(
@@ -156,6 +161,15 @@ def _check_rotation(
 def key_of(rows: Sequence[Tensor], *, is_latent: bool) -> Tensor:
     """The rows that a rotation turns: the keys, or the rope keys given after the latents."""
     return rows[1] if is_latent else rows[0]
+
+
+def part_spans(plan: WritePlan, size: int, stripe: StripeLayout) -> list[slice]:
+    """Places of each of `RowMover.parts`, with its errors."""
+    if size < 1 or plan.num_tokens % size:
+        raise ValueError(f"parts of {size} do not divide a plan of {plan.num_tokens} tokens")
+    if stripe.dcp_size > 1:
+        raise ValueError(f"a plan has parts on one rank only, not on {stripe.dcp_size}")
+    return [slice(start, start + size) for start in range(0, plan.num_tokens, size)]
 
 
 def padded_slots(slots: NDArray[np.int64], num_tokens: int) -> NDArray[np.int64]:

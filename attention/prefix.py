@@ -12,7 +12,7 @@ from torch import Tensor
 from attention.interface import ExtendBatch, Group
 from attention.layout import StripeLayout
 from attention.rows import contiguous_start, row_ids
-from attention.stored_rows import StoredRows
+from attention.stored_rows import StoredPool, StoredRows
 
 
 class PrefixRows:
@@ -44,7 +44,7 @@ class PrefixRows:
         """No sequence has a prefix: nothing is sent, on any rank."""
         return self._num_rows == 0
 
-    def gather(self, *pools: StoredRows, dtype: torch.dtype) -> list[Tensor]:
+    def gather(self, *pools: StoredPool, dtype: torch.dtype) -> list[Tensor]:
         """True values of the rows of all prefixes in position order, sequences concatenated.
 
         pools: this rank's rows of one layer, each [N*P, ...], all of one shape, dtype and kind of
@@ -53,7 +53,7 @@ class PrefixRows:
         """
         return [rows.values(dtype) for rows in self._gather(pools)]
 
-    def _gather(self, pools: Sequence[StoredRows]) -> list[StoredRows]:
+    def _gather(self, pools: Sequence[StoredPool]) -> list[StoredRows]:
         if self._run is not None:
             start, stop = self._run.start, self._run.stop
             return [pool.narrow(start, stop - start) for pool in pools]

@@ -44,7 +44,8 @@ class DecodeBounds:
     """What the DecodeRows of all steps that share buffers have in common.
 
     batch_size: sequences of each, padding included. max_rows: no sequence has more rows in this
-    rank's pool. Other fields: as in DecodeRows.
+    rank's pool. max_growth: rows by which a planned step may grow afterwards; they are counted in
+    max_rows. Other fields: as in DecodeRows.
     """
 
     batch_size: int
@@ -53,6 +54,7 @@ class DecodeBounds:
     window: int
     window_mask: str
     has_window: bool
+    max_growth: int = 0
 
     @property
     def num_keys(self) -> int:

@@ -20,52 +20,6 @@ class StoredRows:
     rows: Tensor
     scale: Tensor | None = None
 
-    @classmethod
-    def of(cls, pages: Tensor, scale: Tensor | None) -> StoredRows:
-        """The rows of a pool [N, P, ..., width] with scale [1] or [N, P, ...], without a copy.
-
-        Raises ValueError for scales of another shape.
-        """
-        if scale is not None and scale.dim() > 1:
-            scale = rows_of(scale)
-        rows = rows_of(pages)
-        if scale is not None and scale.shape != (1,) and scale.shape != rows.shape[:-1]:
-            raise ValueError(
-                f"scale of shape {tuple(scale.shape)} for rows of {tuple(rows.shape)}; expected "
-                f"(1,) or {tuple(rows.shape[:-1])}"
-            )
-        return cls(rows, scale)
-
-    def with_one_head(self) -> StoredRows:
-        """Rows [R, width] as [R, 1, width]."""
-        scale = self.scale
-        if scale is not None and self._has_row_scales:
-            scale = scale[:, None]
-        return StoredRows(self.rows[:, None], scale)
-
-    def narrow(self, start: int, length: int) -> StoredRows:
-        """A run of rows, without a copy."""
-        scale = self.scale
-        if scale is not None and self._has_row_scales:
-            scale = scale.narrow(0, start, length)
-        return StoredRows(self.rows.narrow(0, start, length), scale)
-
-    def select(self, ids: Tensor, out: Tensor | None = None) -> StoredRows:
-        """The rows with these int64 indices [n], written into `out` [n, ..., width] if given."""
-        scale = self.scale
-        if scale is not None and self._has_row_scales:
-            scale = scale.index_select(0, ids)
-        # 8-bit floats have no index operations: they are moved as bytes.
-        dtype = torch.uint8 if self.rows.dtype.itemsize == 1 else self.rows.dtype
-        rows = self.rows.view(dtype)
-        target = None if out is None else out.view(dtype)
-        if rows.is_contiguous():
-            # Long rows are copied faster than short ones.
-            rows = rows.view(len(rows), -1)
-            target = None if target is None else target.view(len(ids), -1)
-        rows = torch.index_select(rows, 0, ids, out=target)
-        return StoredRows(rows.view(self.rows.dtype).view(len(ids), *self.rows.shape[1:]), scale)
-
     def row_scales(self) -> Tensor | None:
         """The scale of each row and head, contiguous [R, ...]."""
         if self.scale is None:
@@ -90,3 +44,66 @@ class StoredRows:
     @property
     def _has_row_scales(self) -> bool:
         return self.scale is not None and self.scale.shape == self.rows.shape[:-1]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredPool:
+    """All rows of a pool, [N * P, ..., width], of which some are taken as StoredRows.
+
+    scale: float32 [1], or one a row and head, [N, ..., P]; None where the rows are the values.
+    """
+
+    rows: Tensor
+    scale: Tensor | None = None
+
+    @classmethod
+    def of(cls, pages: Tensor, scale: Tensor | None) -> StoredPool:
+        """The pool [N, P, ..., width] with scale [1] or [N, ..., P], without a copy.
+
+        Raises ValueError for scales of another shape.
+        """
+        per_row = (pages.shape[0], *pages.shape[2:-1], pages.shape[1])
+        if scale is not None and scale.shape not in ((1,), per_row):
+            raise ValueError(
+                f"scale of shape {tuple(scale.shape)} for pages of {tuple(pages.shape)}; expected "
+                f"(1,) or {per_row}"
+            )
+        return cls(rows_of(pages), scale)
+
+    def with_one_head(self) -> StoredPool:
+        """Rows [N * P, width] as [N * P, 1, width]."""
+        scale = self.scale
+        if scale is not None and self._has_row_scales:
+            scale = scale[:, None]
+        return StoredPool(self.rows[:, None], scale)
+
+    def narrow(self, start: int, length: int) -> StoredRows:
+        """A run of rows, without a copy but of the scales of several heads."""
+        scale = self.scale
+        if scale is not None and self._has_row_scales:
+            page_size = scale.shape[-1]
+            pages = slice(start // page_size, -(-(start + length) // page_size))
+            scale = scale[pages].movedim(-1, 1).flatten(0, 1)
+            scale = scale.narrow(0, start % page_size, length)
+        return StoredRows(self.rows.narrow(0, start, length), scale)
+
+    def select(self, ids: Tensor, out: Tensor | None = None) -> StoredRows:
+        """The rows with these int64 indices [n], written into `out` [n, ..., width] if given."""
+        scale = self.scale
+        if scale is not None and self._has_row_scales:
+            page_size = scale.shape[-1]
+            scale = scale.movedim(-1, 1)[ids // page_size, ids % page_size]
+        # 8-bit floats have no index operations: they are moved as bytes.
+        dtype = torch.uint8 if self.rows.dtype.itemsize == 1 else self.rows.dtype
+        rows = self.rows.view(dtype)
+        target = None if out is None else out.view(dtype)
+        if rows.is_contiguous():
+            # Long rows are copied faster than short ones.
+            rows = rows.view(len(rows), -1)
+            target = None if target is None else target.view(len(ids), -1)
+        rows = torch.index_select(rows, 0, ids, out=target)
+        return StoredRows(rows.view(self.rows.dtype).view(len(ids), *self.rows.shape[1:]), scale)
+
+    @property
+    def _has_row_scales(self) -> bool:
+        return self.scale is not None and self.scale.dim() > 1

@@ -305,7 +305,7 @@ def fp8_rows(shape: Shape, repeats: int) -> list[BenchmarkRow]:
     rows = []
     for kind, token_shape in (("one scale", None), ("a scale a token", True)):
         latent_scale = scales(mla[:2] if token_shape else (1,))
-        gqa_scale = scales(gqa[:3] if token_shape else (1,))
+        gqa_scale = scales((gqa[0], gqa[2], gqa[1]) if token_shape else (1,))
         calls = {
             "mla 16 heads": ours_mla(shape, 16, latents),
             "mla 16 heads fp8": ours_mla(

@@ -6,9 +6,18 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
+import grpc
+
 from kvbraid.cluster.local_cluster import ClusterSpec, LocalCluster
+from kvbraid.rpc.tls import Caller
+from kvbraid.settings import tls_from_environment
 
 _START_S = 300.0
+
+
+def open_channel(target: str) -> grpc.aio.Channel:
+    """To a service that was started here: it has its certificates from the same environment."""
+    return Caller(tls_from_environment()).open(target, [])
 
 
 class Clusters:

@@ -25,9 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import grpc
 import torch
 
+from benchmarks.clusters import open_channel
 from benchmarks.report import BenchmarkRow, write_report
 from kvbraid.cluster.local_cluster import ClusterSpec, LocalCluster
 from kvbraid.cluster.worker_spec import WorkerSpec
@@ -88,7 +88,7 @@ def prompts(vocab_size: int) -> list[list[int]]:
 
 async def generate(target: str, token_ids: list[list[int]]) -> float:
     """Seconds until every prompt has its NUM_TOKENS tokens. A fresh salt: nothing is cached."""
-    async with grpc.aio.insecure_channel(target) as channel:
+    async with open_channel(target) as channel:
         stub = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
         await channel.channel_ready()
         began = time.perf_counter()

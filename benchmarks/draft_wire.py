@@ -140,7 +140,9 @@ async def serve(address_file: Path, hidden: int) -> None:
     server = RpcServer(role="draft", settings=ServerSettings(), metrics=metrics.rpc)
     listener = LocalListener(worker.terms)
     listener.start()
-    servicer = DraftServicer(worker, lease_s=20.0, listener=listener)
+    servicer = DraftServicer(
+        worker, lease_s=20.0, address=lambda: server.address, listener=listener
+    )
     server.add(add_DraftServiceServicer_to_server, servicer, "kvbraid.v1.DraftService")
     await server.start()
     threading.Thread(target=batcher.run, daemon=True).start()

@@ -17,9 +17,9 @@ import time
 import urllib.request
 from pathlib import Path
 
-import grpc
 import torch
 
+from benchmarks.clusters import open_channel
 from benchmarks.report import BenchmarkRow, write_report
 from kvbraid.cluster.local_cluster import ClusterSpec, LocalCluster
 from kvbraid.cluster.worker_spec import WorkerSpec
@@ -49,7 +49,7 @@ def lag_p99(before: dict[str, float], after: dict[str, float]) -> float:
 
 async def send(target: str, prompts: list[list[int]], at_once: int) -> None:
     """Two tokens of every prompt, `at_once` prompts at a time."""
-    async with grpc.aio.insecure_channel(target) as channel:
+    async with open_channel(target) as channel:
         stub = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
         slots = asyncio.Semaphore(at_once)
 

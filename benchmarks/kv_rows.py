@@ -48,7 +48,9 @@ class Rows:
     def stores(self) -> list[RowStore]:
         """A pool of zeros on the GPU."""
         shape = (NUM_LAYERS, NUM_PAGES * PAGE_SIZE, self.heads)
-        scale = torch.ones(shape, device=DEVICE) if self.per_token else None
+        scale = None
+        if self.per_token:
+            scale = torch.ones(NUM_LAYERS, NUM_PAGES, self.heads, PAGE_SIZE, device=DEVICE)
         return [
             RowStore(torch.zeros(*shape, width, device=DEVICE).to(self.stored), scale)
             for width in self.widths

@@ -7,8 +7,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import grpc
-
+from benchmarks.clusters import open_channel
 from kvbraid.v1 import coordinator_pb2, coordinator_pb2_grpc, generation_pb2
 
 _TIMEOUT_S = 300.0
@@ -85,7 +84,7 @@ async def _run(
     sampling = generation_pb2.SamplingParams(
         temperature=0, max_tokens=max_tokens, max_draft_tokens=max_draft_tokens
     )
-    async with grpc.aio.insecure_channel(address) as channel:
+    async with open_channel(address) as channel:
         stub = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
         await channel.channel_ready()
         began = time.perf_counter()

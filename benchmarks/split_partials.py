@@ -85,25 +85,6 @@ def random_partials(
 
 def merge_local(splits: SplitResult) -> AttentionResult:
     """A rank's splits merged by the triton backend's kernel, into out and lse in place."""
-    from attention.backends import triton_kernels
-    from attention.backends.decode_launch import launch_options
-    from attention.backends.triton_decode import merge_blocks
+    from attention.backends.triton_merge import merge
 
-    out, lse, part_out, part_lse, slot_starts, max_slots = splits
-    if max_slots:
-        num_tokens, num_heads, dim = out.shape
-        block_slots, block_dim = merge_blocks(max_slots, len(part_out), len(slot_starts) - 1, dim)
-        triton_kernels.merge_splits[(num_tokens * num_heads, -(-dim // block_dim))](
-            out,
-            lse,
-            part_out,
-            part_lse,
-            slot_starts,
-            ROWS=part_out.shape[1],
-            DIM=dim,
-            BLOCK_SLOTS=block_slots,
-            BLOCK_DIM=block_dim,
-            num_warps=4,
-            **launch_options(out.device),
-        )
-    return AttentionResult(out, lse)
+    return merge(splits)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 from collections.abc import Sequence
 
@@ -12,7 +11,7 @@ from coordinator.server import CoordinatorServer
 from kvbraid.errors import ConfigError
 from kvbraid.rpc.lifecycle import run_service, run_until_signal
 from kvbraid.rpc.parent import die_with_parent
-from kvbraid.rpc.ready import ReadyReport, write_ready
+from kvbraid.rpc.ready import write_ready
 from kvbraid.telemetry.logging import configure_logging
 from kvbraid.telemetry.loop_lag import sample_loop_lag
 from kvbraid.tokenizer import load_tokenizer
@@ -44,13 +43,7 @@ async def serve(config: CoordinatorConfig) -> int:
 async def _report_ready(server: CoordinatorServer, ready_file: str) -> None:
     await server.wait_serving()
     await server.set_serving(True)
-    report = ReadyReport(
-        role=_ROLE,
-        pid=os.getpid(),
-        grpc=server.address,
-        metrics=server.metrics_address,
-        http=server.http_address,
-    )
+    report = server.ready_report(metrics=server.metrics_address, http=server.http_address)
     write_ready(ready_file, report)
 
 

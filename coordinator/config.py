@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvbraid.address import split_address
+from kvbraid.errors import ConfigError
 from kvbraid.settings import ByteSize, ServerSettings, setting
+
+# Of a worker list's entry that stands for every address of a name.
+DNS_PREFIX = "dns:"
+# A stream that its deadline ends has this long to tell its client so.
+_LAST_ANSWER_S = 30.0
+# gRPC takes milliseconds in a C int.
+_MAX_MS = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +76,26 @@ class RoutingSettings:
         minimum=0,
     )  # fmt: skip
 
+    def __post_init__(self) -> None:
+        for name in ("prefill_workers", "decode_workers"):
+            for worker in getattr(self, name):
+                split_address(worker.removeprefix(DNS_PREFIX), f"one of {name}")
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionSettings:
+    """How long clients keep a connection, so that they spread over several coordinators."""
+
+    max_connection_age_seconds: float = setting(
+        0.0, "Age at which clients are told to open a new connection; up to a tenth more or less; "
+        "0: never.", unit="seconds", minimum=0, maximum=2_000_000,
+    )  # fmt: skip
+    max_connection_age_grace_seconds: float = setting(
+        0.0, "How long calls of a connection that reached its age may go on before they are cut; "
+        "at least request_timeout_seconds; 0: that and 30 s more.", unit="seconds", minimum=0,
+        maximum=2_000_000,
+    )  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorConfig:
@@ -74,4 +103,26 @@ class CoordinatorConfig:
 
     server: ServerSettings = field(default_factory=ServerSettings)
     api: ApiSettings = field(default_factory=ApiSettings)
+    connections: ConnectionSettings = field(default_factory=ConnectionSettings)
     routing: RoutingSettings = field(default_factory=RoutingSettings)
+
+    def __post_init__(self) -> None:
+        grace_s = self.connections.max_connection_age_grace_seconds
+        longest_s = self.api.request_timeout_seconds
+        if 0 < grace_s < longest_s:
+            raise ConfigError(
+                f"max_connection_age_grace_seconds is {grace_s}, accepted: 0 or at least "
+                f"request_timeout_seconds {longest_s}, or requests would be cut"
+            )
+
+    def connection_options(self) -> list[tuple[str, int]]:
+        """gRPC server options that limit the age of connections; none where it is unlimited."""
+        age_s = self.connections.max_connection_age_seconds
+        if age_s == 0:
+            return []
+        grace_s = self.connections.max_connection_age_grace_seconds
+        grace_s = grace_s or self.api.request_timeout_seconds + _LAST_ANSWER_S
+        return [
+            ("grpc.max_connection_age_ms", max(1, round(age_s * 1000))),
+            ("grpc.max_connection_age_grace_ms", min(_MAX_MS, round(grace_s * 1000))),
+        ]

@@ -121,7 +121,11 @@ class OpenAIApi:
             async with aclosing(self._run(requests, deadline)) as deltas:
                 if parsed.stream:
                     stream = _EventStream(http, headers)
-                    return await _stream(stream, deltas, choices, requests, parsed, shape)
+                    try:
+                        return await _stream(stream, deltas, choices, requests, parsed, shape)
+                    except ConnectionResetError:
+                        # The client has just gone; aiohttp was about to cancel this handler.
+                        return stream.abandoned()
                 async for delta in deltas:
                     choices[delta.index].add(delta)
             answer = shape.whole(choices, usage_json(_usages(choices, requests)))
@@ -163,6 +167,11 @@ class _EventStream:
             await self._response.prepare(self._http)
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         await self._response.write(f"data: {text}\n\n".encode())
+
+    def abandoned(self) -> web.StreamResponse:
+        """What was begun, of which nobody reads the rest."""
+        assert self._response is not None
+        return self._response
 
     async def end(self) -> web.StreamResponse:
         """Ends the body."""

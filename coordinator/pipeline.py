@@ -100,7 +100,10 @@ class Pipeline:
         while True:
             try:
                 return self._router.place(
-                    completion.request, completion.emitted, retries.failed_workers
+                    completion.request,
+                    completion.emitted,
+                    retries.failed_workers,
+                    retries.broken_handoffs,
                 )
             except (UnavailableError, OverloadedError) as error:
                 patience_s = retries.recovery_s()

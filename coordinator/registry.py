@@ -11,7 +11,9 @@ import time
 from collections.abc import Callable, Iterator
 
 from coordinator.clients import InfoClient
+from coordinator.config import DNS_PREFIX
 from coordinator.messages import WorkerInfo
+from kvbraid.address import join_address, split_address
 from kvbraid.errors import KVBraidError, UnavailableError
 from kvbraid.telemetry.metrics import PlacementMetrics
 from kvbraid.validation import Limits
@@ -20,7 +22,6 @@ logger = logging.getLogger(__name__)
 
 _RECONNECT_S = 0.2
 _MAX_SILENT_POLLS = 3
-_DNS_PREFIX = "dns:"
 _DNS_REFRESH_S = 5.0
 
 
@@ -122,8 +123,8 @@ class Registry:
     async def start(self) -> None:
         """Begins to follow the workers; `stop` ends it."""
         for pool, target in self._targets:
-            if target.startswith(_DNS_PREFIX):
-                follow = self._follow_name(pool, target.removeprefix(_DNS_PREFIX))
+            if target.startswith(DNS_PREFIX):
+                follow = self._follow_name(pool, target.removeprefix(DNS_PREFIX))
                 self._tasks.append(asyncio.create_task(follow))
             else:
                 self._add(pool, target)
@@ -234,7 +235,7 @@ class Registry:
     async def _follow_name(self, pool: Pool, target: str) -> None:
         """Keeps one worker for every address that a DNS name has. While it has none, the known ones
         stay: a name server that fails says nothing of them, and polls find those that are gone."""
-        host, _, port = target.rpartition(":")
+        host, port = split_address(target)
         mine: set[str] = set()
         failure = ""
         while True:
@@ -289,14 +290,10 @@ class Registry:
         yield from self.workers(Pool.PREFILL)
 
 
-async def _resolve(host: str, port: str) -> set[str]:
+async def _resolve(host: str, port: int) -> set[str]:
     """Raises OSError for a name without addresses."""
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return {_join_address(str(entry[4][0]), port) for entry in found}
-
-
-def _join_address(host: str, port: str) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return {join_address(str(entry[4][0]), port) for entry in found}
 
 
 async def _cancel(tasks: list[asyncio.Task[None]]) -> None:

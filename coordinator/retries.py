@@ -12,7 +12,7 @@ from coordinator.config import RoutingSettings
 from coordinator.deadline import Deadline
 from coordinator.legs import Legs
 from coordinator.registry import Pool, Registry, Worker
-from coordinator.router import Placement
+from coordinator.router import Handoff, Placement
 from kvbraid.errors import (
     DataLossError,
     KVBraidError,
@@ -42,6 +42,7 @@ class Retries:
         self._num_failed = 0
         self._broken_since_s: float | None = None
         self.failed_workers: list[Worker] = []
+        self.broken_handoffs: list[Handoff] = []
 
     def note_progress(self) -> None:
         """A token came: the next break has the full time to recover again."""
@@ -73,6 +74,10 @@ class Retries:
             self._registry.suspect(worker)
         if isinstance(error, UnavailableError | OverloadedError):
             self.failed_workers.append(worker)
+        if isinstance(error, LeaseLostError) and placement.prefill is not None:
+            # Rows did not get from one to the other. Both may be well: another pair is tried.
+            self.broken_handoffs.append((placement.prefill, placement.decode))
+            self.failed_workers.append(placement.decode)
         is_new = not completion.emitted
         if isinstance(error, OverloadedError) and is_new and not self._has_other(worker.pool):
             raise error

@@ -18,6 +18,11 @@ from kvbraid.telemetry.metrics import CoordinatorMetrics
 logger = logging.getLogger(__name__)
 
 _RETRY_AFTER_S = 1.0
+# Handoffs of one request that may break before its prompt is computed where it is needed.
+_MAX_BROKEN_HANDOFFS = 2
+
+Handoff = tuple[Worker, Worker]
+"""A prefill worker and the decode worker that it pushes rows to."""
 
 
 @dataclass(slots=True, eq=False)
@@ -70,16 +75,21 @@ class Router:
         self._settings = settings
         self._metrics = metrics
         self._index = PrefixIndex(settings.prefix_index_blocks)
-        self._said_fallback = False
+        self._said: set[str] = set()
 
     def place(
-        self, request: GenerateRequest, emitted: Sequence[int], avoid: Collection[Worker] = ()
+        self,
+        request: GenerateRequest,
+        emitted: Sequence[int],
+        avoid: Collection[Worker] = (),
+        broken_handoffs: Collection[Handoff] = (),
     ) -> Placement:
         """Workers for prompt + emitted tokens; the caller releases the placement.
 
         Workers in `avoid` failed this request before and are taken only when there is no other.
-        Raises UnavailableError without a worker that could hold the request, OverloadedError when
-        all are full.
+        `broken_handoffs` of it are not tried again: when no other way is left, or two were tried,
+        the decode worker computes the prompt if that is allowed. Raises UnavailableError without a
+        worker that could hold the request, OverloadedError when all are full.
         """
         token_ids = (*request.prompt_ids, *emitted)
         max_tokens = request.sampling.max_tokens or 0
@@ -91,7 +101,8 @@ class Router:
         num_known = min(self._index.num_cached_tokens(hashes, decode.identity), len(token_ids) - 1)
         prefill = None
         if len(token_ids) - num_known > self._settings.local_prefill_max_tokens:
-            prefill = self._pick_prefill(avoid, hashes, len(token_ids))
+            senders = self._senders(decode, avoid, broken_handoffs, len(token_ids))
+            prefill = self._pick_prefill(senders, hashes)
         for worker in (decode, prefill):
             if worker is not None:
                 self._index.note(hashes, worker.identity)
@@ -143,28 +154,43 @@ class Router:
         num_tokens, _, best = max(scored, key=lambda entry: entry[:2], default=(0, 0, None))
         return best if num_tokens else None
 
-    def _pick_prefill(
-        self, avoid: Collection[Worker], hashes: Sequence[bytes], num_tokens: int
-    ) -> Worker | None:
+    def _senders(
+        self,
+        decode: Worker,
+        avoid: Collection[Worker],
+        broken_handoffs: Collection[Handoff],
+        num_tokens: int,
+    ) -> list[Worker]:
+        """Prefill workers that may hand the prompt to `decode`; none: it computes it itself."""
         if not self._registry.is_configured(Pool.PREFILL):
-            return None
+            return []
         workers = [
             worker
             for worker in self._candidates(Pool.PREFILL, avoid)
             if worker.max_sequence_len > num_tokens
         ]
         if not workers:
-            self._fall_back()
+            self._fall_back("no_prefill_worker", "no prefill worker is up")
+        if not workers or not broken_handoffs or not self._settings.prefill_fallback:
+            return workers
+        is_enough = len(broken_handoffs) >= _MAX_BROKEN_HANDOFFS
+        unbroken = [w for w in workers if not is_enough and (w, decode) not in broken_handoffs]
+        if not unbroken:
+            self._fall_back("handoffs_failed", "prompts do not get to decode workers")
+        return unbroken
+
+    def _pick_prefill(self, workers: list[Worker], hashes: Sequence[bytes]) -> Worker | None:
+        if not workers:
             return None
         return self._best_cached(workers, hashes) or min(workers, key=_queued_tokens)
 
-    def _fall_back(self) -> None:
+    def _fall_back(self, reason: str, why: str) -> None:
         if not self._settings.prefill_fallback:
-            raise UnavailableError("no prefill worker is up")
-        self._metrics.process.fallbacks_total.labels(reason="no_prefill_worker").inc()
-        if not self._said_fallback:
-            self._said_fallback = True
-            logger.warning("no prefill worker is up: decode workers compute prompts themselves")
+            raise UnavailableError(why)
+        self._metrics.process.fallbacks_total.labels(reason=reason).inc()
+        if reason not in self._said:
+            self._said.add(reason)
+            logger.warning("%s: decode workers compute prompts themselves", why)
 
 
 def _room(worker: Worker) -> int:

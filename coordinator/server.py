@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 
 from coordinator.clients import WorkerClients
 from coordinator.config import CoordinatorConfig
+from coordinator.connection_age import ConnectionAge
 from coordinator.front import Front
 from coordinator.http_server import HttpServer
 from coordinator.intake import Intake
@@ -16,9 +18,11 @@ from coordinator.pipeline import Pipeline
 from coordinator.registry import Pool, Registry
 from coordinator.router import Router
 from coordinator.servicer import CoordinatorInfo, CoordinatorServicer
+from kvbraid.address import join_address
 from kvbraid.chat_template import ChatTemplate
 from kvbraid.rpc.channels import ChannelPool
 from kvbraid.rpc.server import RpcServer
+from kvbraid.rpc.tls import https_context
 from kvbraid.telemetry.endpoint import MetricsEndpoint
 from kvbraid.telemetry.metrics import CoordinatorMetrics
 from kvbraid.tokenizer import Tokenizer
@@ -29,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 # A ready coordinator should know all its workers, but not wait for one that is gone.
 _ALL_WORKERS_WAIT_S = 2.0
+# Calls that clients began before they were told to go elsewhere arrive and are still taken.
+_ON_THEIR_WAY_S = 0.2
 
 
 class CoordinatorServer(RpcServer):
@@ -37,7 +43,12 @@ class CoordinatorServer(RpcServer):
     def __init__(self, config: CoordinatorConfig, tokenizer: Tokenizer) -> None:
         """To be called inside a running event loop. Raises CheckpointError for a bad template."""
         metrics = CoordinatorMetrics()
-        super().__init__(role="coordinator", settings=config.server, metrics=metrics.rpc)
+        super().__init__(
+            role="coordinator",
+            settings=config.server,
+            metrics=metrics.rpc,
+            options=config.connection_options(),
+        )
         self.metrics = metrics
         self.incarnation = secrets.randbits(64)
         self._config = config
@@ -76,16 +87,25 @@ class CoordinatorServer(RpcServer):
             settings=config.api,
             admission=self.admission,
         )
+        application = api.application()
+        ConnectionAge(
+            config.connections.max_connection_age_seconds or math.inf,
+            is_leaving=lambda: self.admission.is_draining,
+        ).limit(application)
         self._http = HttpServer(
-            api.application(), host=config.server.host, port=config.api.http_port
+            application,
+            host=config.server.host,
+            port=config.api.http_port,
+            tls=https_context(config.server.tls),
         )
         self._metrics_endpoint: MetricsEndpoint | None = None
         self._readiness: asyncio.Task[None] | None = None
+        self._leaving: asyncio.Task[None] | None = None
 
     @property
     def http_address(self) -> str:
         """host:port of the OpenAI API, known after `start`."""
-        return f"{self.settings.reachable_host}:{self._http.port}"
+        return join_address(self.settings.reachable_host, self._http.port)
 
     @property
     def metrics_address(self) -> str:
@@ -133,12 +153,21 @@ class CoordinatorServer(RpcServer):
         while not self.registry.are_all_known and loop.time() < give_up:
             await self.registry.wait_changed(give_up - loop.time())
 
+    async def drain(self) -> bool:
+        """See RpcServer. Clients that keep a connection are told to make another one, which a
+        Service lets reach another coordinator: refused there, they would try again here."""
+        self._leaving = asyncio.create_task(self._server.stop(self.settings.drain_seconds))
+        await asyncio.sleep(_ON_THEIR_WAY_S)
+        return await super().drain()
+
     async def stop(self) -> None:
         """Closes everything; running requests are cancelled."""
         if self._readiness is not None:
             self._readiness.cancel()
         await self._http.stop()
         await super().stop()
+        if self._leaving is not None:
+            await self._leaving
         await self.registry.stop()
         await self._channels.close()
         if self._metrics_endpoint is not None:

@@ -20,7 +20,7 @@ from draft_service.local_listener import LocalListener
 from draft_service.servicer import DraftServicer
 from draft_service.worker import DraftWorker
 from kvbraid.rpc.lifecycle import run_service, run_until_signal
-from kvbraid.rpc.ready import ReadyReport, write_ready
+from kvbraid.rpc.ready import write_ready
 from kvbraid.rpc.server import RpcServer
 from kvbraid.telemetry.endpoint import MetricsEndpoint
 from kvbraid.telemetry.loop_lag import sample_loop_lag
@@ -50,8 +50,13 @@ async def _serve(config: DraftConfig) -> int:
         terms=loaded.terms, settings=config.draft, batcher=batcher, metrics=metrics.draft
     )
     listener = LocalListener(loaded.terms)
-    servicer = DraftServicer(worker, lease_s=config.draft.lease_seconds, listener=listener)
     server = RpcServer(role="draft", settings=config.server, metrics=metrics.rpc)
+    servicer = DraftServicer(
+        worker,
+        lease_s=config.draft.lease_seconds,
+        address=lambda: server.address,
+        listener=listener,
+    )
     server.add(add_DraftServiceServicer_to_server, servicer, "kvbraid.v1.DraftService")
     thread = EngineThread(
         batcher.run, asyncio.get_running_loop(), loaded.device, _num_threads(config)
@@ -86,8 +91,7 @@ async def _run(
         lag = asyncio.create_task(sample_loop_lag(metrics.process.loop_lag_seconds.observe))
         server.admission.on_close(servicer.begin_goodbye)
         await server.set_serving(True)
-        report = ReadyReport("draft", os.getpid(), server.address, endpoint.address)
-        write_ready(config.server.ready_file, report)
+        write_ready(config.server.ready_file, server.ready_report(metrics=endpoint.address))
         logger.info("serving", extra={"address": server.address})
         try:
             return await run_until_signal(server, failure=thread.failure)

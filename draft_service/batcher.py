@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Protocol
@@ -58,9 +58,9 @@ class Computed:
 class Job:
     """Tasks of one step (stream: whose) or of one chunk of a prompt (stream None).
 
-    dropped: forgotten before. on_computed: called in the compute thread, before on_done, which
-    waits for a turn of the event loop. on_done: called once, in the event loop, with None when the
-    batcher was closed first.
+    dropped: forgotten before, with the chunks that wait. on_computed: called in the compute thread,
+    before on_done, which waits for a turn of the event loop. on_done: called once, in the event
+    loop, with None when the batcher was closed first.
     """
 
     tasks: Sequence[DraftTask]
@@ -249,10 +249,24 @@ class Batcher:
         self._metrics.queued_sequences.dec(len(keys))
         return batch
 
+    def _drop(self, keys: Collection[str]) -> None:
+        """These have ended. Chunks that wait are not computed: they would begin them anew, and
+        nobody would end them again."""
+        for key in keys:
+            self._proposer.drop(key)
+        if not keys:
+            return
+        waiting, self._chunks = self._chunks, deque()
+        for job in waiting:
+            if any(task.key in keys for task in job.tasks):
+                self._metrics.queued_sequences.dec(len(job.tasks))
+                lost = Computed((Resync(0),) * len(job.tasks), 0.0, 0.0)
+                self._loop.call_soon_threadsafe(job.on_done, lost)
+            else:
+                self._chunks.append(job)
+
     def _compute(self, batch: Sequence[Job]) -> None:
-        for job in batch:
-            for key in job.dropped:
-                self._proposer.drop(key)
+        self._drop({key for job in batch for key in job.dropped})
         tasks = [task for job in batch for task in job.tasks]
         began = time.monotonic()
         answers = iter(self._proposer.step(tasks) if tasks else ())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from kvbraid.errors import ConfigError
 from kvbraid.settings import ModelSettings, ServerSettings, setting
@@ -46,9 +47,14 @@ class DraftSettings:
         unit="milliseconds", minimum=0, maximum=600000,
     )  # fmt: skip
     lease_seconds: float = setting(
-        20.0, "A grant for which no rows come for this long is given up.", unit="seconds",
-        minimum=0.1,
+        20.0, "A grant for which no rows come for this long is given up, and so are the sequences "
+        "of a decode worker without a stream.", unit="seconds", minimum=0.1,
     )  # fmt: skip
+    cuda_graphs: Literal["auto", "always", "never"] = setting(
+        "auto",
+        "Replay draft steps as CUDA graphs; auto: on GPUs where nothing stands against it; always: "
+        "the service refuses to start otherwise.",
+    )
     compute_threads: int = setting(
         0, "CPU threads of the drafter; 0: one a core.", unit="threads", minimum=0
     )

@@ -16,7 +16,9 @@ from kvbraid.speculative.drafter_config import AnyDrafterConfig
 from kvbraid.speculative.proposer import Proposer
 from kvbraid.transport.draft_terms import DraftTerms
 from kvbraid.worker.drafter_terms import drafter_terms
+from kvbraid.worker.drafter_warm_up import warm_up_proposer
 from kvbraid.worker.memory import free_bytes
+from kvbraid.worker.proposer_assembly import build_proposer
 from kvbraid.worker.rank_assembly import compute_device, compute_dtype
 
 # Of a message, for everything but its rows.
@@ -57,7 +59,14 @@ def load(config: DraftConfig, epoch: int) -> LoadedDrafter:
         max_sequences=config.draft.max_sequences,
         max_position=max_position,
     )
-    proposer = Proposer(drafter, num_kv_tokens=num_tokens, max_sequences=config.draft.max_sequences)
+    proposer = build_proposer(
+        drafter,
+        cuda_graphs=config.draft.cuda_graphs,
+        num_kv_tokens=num_tokens,
+        max_sequences=config.draft.max_sequences,
+        max_len=max_position,
+    )
+    warm_up_proposer(proposer, dtype, device, terms.max_draft_tokens)
     return LoadedDrafter(proposer, terms, num_tokens, device)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -27,14 +28,21 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class DraftServicer(IngestServicer):
-    """The gRPC edge of a draft service. lease_s: longest silence of a prefill worker. listener:
-    what workers of this host may use instead; its owner starts and closes it."""
+    """The gRPC edge of a draft service. lease_s: longest silence of a prefill worker. address:
+    where prefill workers reach this very service, known once it listens. listener: what workers of
+    this host may use instead; its owner starts and closes it."""
 
     def __init__(
-        self, worker: DraftWorker, *, lease_s: float, listener: LocalListener | None = None
+        self,
+        worker: DraftWorker,
+        *,
+        lease_s: float,
+        address: Callable[[], str],
+        listener: LocalListener | None = None,
     ) -> None:
         super().__init__(worker.intake, lease_s=lease_s)
         self._worker = worker
+        self._address = address
         self._listener = listener
         self._streams: set[_Stream] = set()
         self._farewells: set[asyncio.Future[None]] = set()
@@ -64,7 +72,8 @@ class DraftServicer(IngestServicer):
         self, requests: _Requests, iterator: AsyncIterator[pb.DraftRequest], stream: _Stream
     ) -> None:
         """Until the worker ends the stream, or one of its two ways ends by an error."""
-        terms = pb.DraftResponse(terms=terms_to_proto(self._worker.terms))
+        own = replace(self._worker.terms, address=self._address())
+        terms = pb.DraftResponse(terms=terms_to_proto(own))
         with ExitStack() as stack:
             local = _LocalWay(requests)
             stack.callback(local.close)

@@ -79,15 +79,15 @@ class Session:
 class Sessions:
     """The last `max_sessions` decode workers, by incarnation.
 
-    max_keys: sequences remembered of each. on_evict: called with a session that is forgotten.
+    max_keys: sequences remembered of each. on_forget: called with a session that is forgotten.
     """
 
     def __init__(
-        self, *, max_sessions: int, max_keys: int, on_evict: Callable[[Session], None]
+        self, *, max_sessions: int, max_keys: int, on_forget: Callable[[Session], None]
     ) -> None:
         self._max_sessions = max_sessions
         self._max_keys = max_keys
-        self._on_evict = on_evict
+        self._on_forget = on_forget
         self._sessions: OrderedDict[int, Session] = OrderedDict()
         self._numbers = count()
 
@@ -105,10 +105,17 @@ class Sessions:
         session.owner = owner
         return session
 
-    def detach(self, session: Session, owner: object) -> None:
-        """The stream `owner` has ended; the session stays."""
-        if session.owner is owner:
-            session.owner = None
+    def detach(self, session: Session, owner: object) -> bool:
+        """The stream `owner` has ended; the session stays. Returns whether it has no stream now."""
+        if session.owner is not owner:
+            return False
+        session.owner = None
+        return True
+
+    def forget(self, session: Session) -> None:
+        """The worker has had no stream for long, and its sequences go."""
+        del self._sessions[session.incarnation]
+        self._on_forget(session)
 
     @property
     def num_attached(self) -> int:
@@ -121,5 +128,4 @@ class Sessions:
         idle = next((s for s in self._sessions.values() if s.owner is None), None)
         if idle is None:
             raise OverloadedError(f"{self._max_sessions} decode workers draft here already")
-        del self._sessions[idle.incarnation]
-        self._on_evict(idle)
+        self.forget(idle)

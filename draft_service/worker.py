@@ -53,11 +53,13 @@ class DraftWorker:
         self._batcher = batcher
         self._metrics = metrics
         self._settling: set[asyncio.Task[None]] = set()
+        # Of sessions without a stream, by number.
+        self._leases: dict[int, asyncio.TimerHandle] = {}
         self._sessions = Sessions(
             max_sessions=settings.max_workers,
             # Ended sequences are told late at worst; the proposer forgets the rest by itself.
             max_keys=4 * settings.max_sequences,
-            on_evict=self._forget_session,
+            on_forget=self._forget_session,
         )
         self._grants = IngestGrants(
             max_grants=4 * settings.max_sequences, lease_s=settings.lease_seconds
@@ -75,12 +77,16 @@ class DraftWorker:
         if reasons := misfits(peer, self.terms):
             raise IncompatibleError("; ".join(reasons))
         session = self._sessions.attach(peer.incarnation, owner)
+        self._end_lease(session)
         self._metrics.connected_workers.set(self._sessions.num_attached)
         return session
 
     def detach(self, session: Session, owner: object) -> None:
-        """The stream has ended; its sequences stay."""
-        self._sessions.detach(session, owner)
+        """The stream has ended; its sequences stay for as long as a lease, for the next one."""
+        if self._sessions.detach(session, owner):
+            self._leases[session.number] = asyncio.get_running_loop().call_later(
+                self._settings.lease_seconds, self._sessions.forget, session
+            )
         self._batcher.forget(session.number)
         self._metrics.connected_workers.set(self._sessions.num_attached)
 
@@ -91,7 +97,11 @@ class DraftWorker:
                 f"end_position is {end_position}, accepted: up to {self.terms.max_position}",
                 field="end_position",
             )
-        self._grants.open(session.own_key(key), transfer_id, end_position)
+        own_key = session.own_key(key)
+        self._grants.open(own_key, transfer_id, end_position)
+        # Its rows may come, and the worker go before a step.
+        if forgotten := session.touch([own_key]):
+            self._drop(session, forgotten)
 
     def begin_step(
         self, session: Session, step: Step, answer: SendAnswer | None = None
@@ -163,12 +173,19 @@ class DraftWorker:
                 self._metrics.count_resync("gap" if answer.num_rows else "evicted")
         return AnsweredStep(step.step_id, tuple(answers), computed.queue_s, computed.compute_s)
 
+    def _end_lease(self, session: Session) -> None:
+        if (lease := self._leases.pop(session.number, None)) is not None:
+            lease.cancel()
+
     def _forget_session(self, session: Session) -> None:
-        keys = session.keys
+        self._end_lease(session)
+        self._drop(session, session.keys)
+        self._batcher.forget(session.number)
+
+    def _drop(self, session: Session, keys: Sequence[str]) -> None:
         for key in keys:
             self._grants.close(key)
         self._batcher.submit(Job((), lambda _: None, stream=session.number, dropped=keys))
-        self._batcher.forget(session.number)
 
 
 class _Promise:

@@ -1,4 +1,7 @@
-"""Ask with the openai package: python examples/openai_client.py HOST:PORT "a question"."""
+"""Ask with the openai package: python examples/openai_client.py HOST:PORT "a question".
+
+Over TLS with https://HOST:PORT; SSL_CERT_FILE names an authority that the system does not know.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,8 @@ import openai
 
 def ask(address: str, question: str) -> None:
     """Streams the answer to stdout, then prints the token counts."""
-    client = openai.OpenAI(base_url=f"http://{address}/v1", api_key="unused")
+    url = address if "://" in address else f"http://{address}"
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="unused")
     model = next(iter(client.models.list())).id
     stream = client.chat.completions.create(
         model=model,

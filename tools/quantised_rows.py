@@ -32,5 +32,7 @@ def quantise(rows: Tensor, kind: str, *, factor: float = 1.0) -> QuantisedRows:
 
 
 def pool_scale(scales: Tensor, kind: str) -> Tensor:
-    """The scale that a cache is given, from a pool of one a token."""
-    return scales if kind == "per token" else scales.new_full((1,), ONE_SCALE)
+    """The scale that a cache is given, [N, heads, P] or [1]. scales: one a token, [N, P, heads]."""
+    if kind == "per token":
+        return scales.transpose(1, 2).contiguous()
+    return scales.new_full((1,), ONE_SCALE)

@@ -59,6 +59,7 @@ class ScriptedEngine:
         keeps_prefixes: bool = True,
         cache_class: type[PrefixCache] = PrefixCache,
         speculation: Speculation | None = None,
+        is_device_apart: bool = False,
         **limits: int,
     ) -> None:
         defaults = {
@@ -78,6 +79,7 @@ class ScriptedEngine:
             issue_grant=make_grant,
             keeps_prefixes=keeps_prefixes,
         )
+        self.on_launched: Callable[[], None]  # the engine's
         self.engine = Engine(
             scheduler=self.scheduler,
             executor=cast(RankExecutor, self),
@@ -85,6 +87,7 @@ class ScriptedEngine:
             on_event=self._on_event,
             on_step=lambda report: None,
             speculation=speculation,
+            is_device_apart=is_device_apart,
         )
         self.rank = ToyRank()
         self.plans: list[StepPlan] = []
@@ -111,6 +114,8 @@ class ScriptedEngine:
         self.plans.append(plan)
         for operation in plan.operations:
             self.rank.apply(operation)
+        if plan.has_compute:
+            self.on_launched()
         output = self.rank.compute(plan)
         self._advance()
         rows = [[self.progress.get(t, PENDING) for t in plan.collect]]

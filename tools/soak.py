@@ -31,8 +31,10 @@ LIMITS = {"rss_mib": 30.0, "num_fds": 15.0, "num_threads": 8.0}
 _SMALL = "kv_cache_tokens=4096,page_size=4,threads_per_rank=1"
 _SAMPLE_S = 5.0
 _SCRAPE_S = 5
-# Part of the time after which pools, caches and thread pools are warm.
+# In the first part of the time clients hurry: caches, pools of pages and of threads, and the heaps
+# then have the size that they keep.
 _WARM_PART = 0.2
+_HURRY = 4.0
 _RETURN_S = 30.0
 _HELD = 'sum(kvbraid_kv_pages{state=~"active|leased"}) + sum(kvbraid_draft_held_sequences)'
 
@@ -66,7 +68,7 @@ def soak(options: argparse.Namespace, folder: Path) -> list[BenchmarkRow]:
                 pause_s=options.pause_s,
             )  # fmt: skip
             with load:
-                _watch(cluster, growth, options.minutes * 60)
+                _watch(cluster, load, growth, options.minutes * 60)
             held = _held_at_last(prometheus)
             fired = prometheus.firing(f"{options.minutes + 5:.0f}m")
         rows = [*_answered(load), _none("alerts that fired", sorted(fired)),
@@ -77,11 +79,13 @@ def soak(options: argparse.Namespace, folder: Path) -> list[BenchmarkRow]:
     return [*rows, _none("unclean ends", ended), _none("error records", errors_in(folder / "logs"))]
 
 
-def _watch(cluster: LocalCluster, growth: Growth, seconds: float) -> None:
+def _watch(cluster: LocalCluster, load: SoakLoad, growth: Growth, seconds: float) -> None:
     began = time.monotonic()
     while (elapsed := time.monotonic() - began) < seconds:
         cluster.check()
-        if elapsed >= _WARM_PART * seconds:
+        is_warm = elapsed >= _WARM_PART * seconds
+        load.hurry = 1.0 if is_warm else _HURRY
+        if is_warm:
             growth.take()
         time.sleep(_SAMPLE_S)
 

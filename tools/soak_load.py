@@ -24,8 +24,9 @@ _STOPS = ["e", "a", "\n"]
 class SoakLoad:
     """A context manager: clients that ask with pauses between, until it ends.
 
-    pause_s: mean pause of a client. counts: finished requests by kind. errors: what went wrong,
-    nothing when all is well. num_seeded_differ: answers that an equal seed gave differently.
+    pause_s: mean pause of a client; hurry: how many times shorter it is now. counts: finished
+    requests by kind. errors: what went wrong, nothing when all is well. num_seeded_differ: answers
+    that an equal seed gave differently.
     """
 
     def __init__(self, http: str, rpc: str, model: str, *, pause_s: float) -> None:
@@ -33,6 +34,7 @@ class SoakLoad:
         self._rpc = rpc
         self._model = model
         self._pause_s = pause_s
+        self.hurry = 1.0
         self._stop = threading.Event()
         self._seeded: dict[int, str] = {}
         self.counts: Counter[str] = Counter()
@@ -60,7 +62,7 @@ class SoakLoad:
         }  # fmt: skip
         with grpc.insecure_channel(self._rpc) as channel:
             stub = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
-            while not self._stop.wait(rng.expovariate(1 / self._pause_s)):
+            while not self._stop.wait(rng.expovariate(self.hurry / self._pause_s)):
                 kind = rng.choice(list(kinds))
                 try:
                     kinds[kind](rng, stub)

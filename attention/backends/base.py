@@ -145,6 +145,10 @@ class ReservedDecode(Protocol):
         the current stream."""
         ...
 
+    def grow(self) -> None:
+        """See DecodeBuffers.grow."""
+        ...
+
 
 @runtime_checkable
 class CapturableBackend(AttentionBackend, Protocol):

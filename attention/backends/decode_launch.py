@@ -88,25 +88,33 @@ class DecodeLaunch:
         )
 
     def _has_gluon(self, form: KeyForm) -> bool:
-        """Whether the Hopper kernel serves this pool: 16-bit rows without gaps, powers of two."""
-        return (
+        """Whether a Hopper kernel serves this pool: of MLA, rows without gaps, and in 16-bit types
+        powers of two. The one for 8-bit pools has no window."""
+        if not (
             form.is_mla
             and triton_kernels.HAS_GLUON
             and is_hopper(self.device)
-            and form.kv_dtype.itemsize == 2
+            and form.dtype.itemsize == 2
             and form.row_stride == form.dim + form.pe
-            and form.dim in (64, 128, 256, 512)
+        ):
+            return False
+        if form.kv_dtype.itemsize == 1:
+            return self._has_latent_tiles(form) and self.rows.window == 1
+        return (
+            form.dim in (64, 128, 256, 512)
             and form.pe in (16, 32, 64)
             and self.rows.window <= BLOCK_KEYS
         )
 
     def _has_wide(self, form: KeyForm) -> bool:
-        """Whether the Hopper kernel for many rows serves it: one latent width, pages of tiles."""
+        """Whether the Hopper kernel for many rows serves it."""
         return (
-            self._has_gluon(form)
-            and (form.dim, form.pe) == (512, 64)
-            and self.rows.page_size % BLOCK_KEYS == 0
+            self._has_gluon(form) and form.kv_dtype.itemsize == 2 and self._has_latent_tiles(form)
         )
+
+    def _has_latent_tiles(self, form: KeyForm) -> bool:
+        """The one latent width, in pages of tiles, that some of the Hopper kernels are for."""
+        return (form.dim, form.pe) == (512, 64) and self.rows.page_size % BLOCK_KEYS == 0
 
 
 def head_starts(kv_index: Sequence[int]) -> list[int]:

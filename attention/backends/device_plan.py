@@ -28,6 +28,8 @@ from attention.rows import DecodeBounds, DecodeRows
 BLOCK_KEYS = 64
 
 _PIECE_FIELDS = 5
+# Of a piece and of a worker's record: where the keys end.
+_PIECE_END, _WORKER_END = 2, 4
 # Tables start and page table rows end at multiples of so many int32: kernels are compiled for
 # pointers of 16 bytes and a stride of 16, and would be compiled again for others.
 _ALIGNMENT = 16
@@ -58,8 +60,10 @@ class DevicePlan:
         num_pages: int,
         head_starts: Sequence[int],
         device: torch.device,
+        max_growth: int = 0,
     ) -> None:
-        """num_pages: columns of the page table."""
+        """num_pages: columns of the page table. max_growth: how often a plan may `grow`."""
+        self._max_growth = max_growth
         self.num_workers = bounds.num_workers
         self.num_slots = bounds.num_slots
         self.max_slots = bounds.max_slots
@@ -74,7 +78,9 @@ class DevicePlan:
         for size in self._sizes:
             self._starts.append(_aligned(self._starts[-1] + size))
         self._table_shape = (batch_size, _aligned(max(1, num_pages)))
-        self._num_entries = self._starts[-1] + batch_size * self._table_shape[1]
+        self._table_end = self._starts[-1] + batch_size * self._table_shape[1]
+        # What `grow` adds to workers and pieces lies behind everything else.
+        self._num_entries = self._table_end + (self._starts[2] if max_growth else 0)
         # An inference tensor could not be written again outside inference mode.
         with torch.inference_mode(False):
             self._buffer = torch.empty(self._num_entries, dtype=torch.int32, device=device)
@@ -82,7 +88,7 @@ class DevicePlan:
             self._buffer[start : start + size]
             for start, size in zip(self._starts, self._sizes, strict=False)
         )
-        self.page_table = self._buffer[self._starts[-1] :].view(self._table_shape)
+        self.page_table = self._buffer[self._starts[-1] : self._table_end].view(self._table_shape)
 
     def upload(self, plan: SplitPlan, rows: DecodeRows) -> None:
         """Replace the tables. One copy, in the order of the current stream; the host waits only for
@@ -94,6 +100,11 @@ class DevicePlan:
         self._write(staging.numpy(), plan, rows)
         self._buffer.copy_(staging, non_blocking=True)
 
+    def grow(self) -> None:
+        """Give the last piece of every sequence with keys one key more, in stream order."""
+        growth = self._buffer[self._table_end :]
+        self._buffer[: len(growth)].add_(growth)
+
     def _write(self, entries: np.ndarray, plan: SplitPlan, rows: DecodeRows) -> None:
         pages = rows.page_table.numpy()
         records = plan.worker_records(lambda b, i: int(pages[b, i]), rows.page_size)
@@ -104,9 +115,26 @@ class DevicePlan:
             self._starts, (records, pieces, plan.slot_starts, self._heads), strict=False
         ):
             entries[start : start + len(values)] = values
-        used = pages_used(rows)
-        table = entries[self._starts[-1] :].reshape(self._table_shape)
+        used = pages_used(rows, self._max_growth)
+        table = entries[self._starts[-1] : self._table_end].reshape(self._table_shape)
         table[:, :used] = pages[:, :used]
+        if self._max_growth:
+            self._write_growth(entries, rows, len(plan.pieces), plan.num_workers)
+
+    def _write_growth(
+        self, entries: np.ndarray, rows: DecodeRows, num_pieces: int, num_workers: int
+    ) -> None:
+        """1 where a sequence's keys end, once its other tables are there; 0 elsewhere."""
+        growth = entries[self._table_end :]
+        growth[:] = 0
+        first = self._starts[1]
+        end = first + num_pieces * _PIECE_FIELDS
+        sequence, start, stop, *_ = entries[first:end].reshape(-1, _PIECE_FIELDS).T
+        grows = (stop > start) & (stop == np.array(rows.committed_lens)[sequence])
+        growth[first:end].reshape(-1, _PIECE_FIELDS)[:, _PIECE_END] = grows
+        records = num_workers * WORKER_FIELDS
+        first_pieces = entries[:records].reshape(-1, WORKER_FIELDS)[:, 0]
+        growth[:records].reshape(-1, WORKER_FIELDS)[:, _WORKER_END] = grows[first_pieces]
 
 
 class PlanSource(Protocol):
@@ -194,6 +222,7 @@ class ReservedPlan:
             num_pages=-(-bounds.max_rows // bounds.page_size),
             head_starts=head_starts,
             device=device,
+            max_growth=bounds.max_growth,
         )
         self._partials: tuple[Tensor, Tensor] | None = None
 
@@ -209,6 +238,10 @@ class ReservedPlan:
         keyless = num_keyless_workers(rows.committed_lens)
         limits = SplitLimits(max(1, self._bounds.num_workers - keyless), self._limits.min_blocks)
         self._plan.upload(split(rows, limits, self._split_keys), rows)
+
+    def grow(self) -> None:
+        """See DevicePlan.grow."""
+        self._plan.grow()
 
     def device_plan(self, limits: SplitLimits) -> DevicePlan:
         """See PlanSource. Raises ValueError where the call is not the one that was reserved."""
@@ -245,9 +278,10 @@ def split(rows: DecodeRows, limits: SplitLimits, split_keys: int | None) -> Spli
     )
 
 
-def pages_used(rows: DecodeRows) -> int:
-    """Pages of the sequence that has most."""
-    return -(-max(rows.committed_lens, default=0) // rows.page_size)
+def pages_used(rows: DecodeRows, max_growth: int = 0) -> int:
+    """Pages of the sequence that has most, once it has grown."""
+    longest = max(rows.committed_lens, default=0)
+    return -(-(longest + max_growth) // rows.page_size) if longest else 0
 
 
 def take_partials(

@@ -199,15 +199,25 @@ def _copy_ahead(pool, tiles, buffer, ahead, FORM: gl.constexpr):
 
 
 @gluon.jit
-def _zero_rows(
-    latent_smem, num_rows, DIM: gl.constexpr, BLOCK_KEYS: gl.constexpr, COPY: gl.constexpr
-):
-    """Overwrite the rows from num_rows on: whatever the pool holds there must not be a value."""
-    row = gl.arange(0, BLOCK_KEYS, layout=gl.SliceLayout(1, COPY))
-    for part in gl.static_range(DIM // 64):
-        columns = latent_smem.slice(part * 64, 64, dim=1)
-        values = columns.load(COPY)
-        columns.store(gl.where((row < num_rows)[:, None], values, gl.zeros_like(values)))
+def zero_rows(block, num_rows, ROW_BYTES: gl.constexpr, num_warps: gl.constexpr):
+    """Overwrite the rows of a tile from num_rows on: whatever the pool holds there must not be a
+    value. block: 64 rows in shared memory, in swizzled columns of 128 bytes one after the other.
+
+    num_rows is not negative. The loop runs once a piece, and loading its instructions is what it
+    costs; so it must not be unrolled, and ends at a number that the compiler does not know.
+    """
+    WORDS: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [num_warps, 1], [1, 0])
+    COLUMN: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
+    NUM_COLUMNS: gl.constexpr = ROW_BYTES // 128
+    columns = block._reinterpret(gl.int32, [NUM_COLUMNS, 64, 32], COLUMN)
+    is_kept = gl.arange(0, 64, layout=gl.SliceLayout(1, WORDS)) < num_rows
+    for i in range(gl.minimum(num_rows, 0) + NUM_COLUMNS):
+        gl.inline_asm_elementwise(
+            '.pragma "nounroll"; // $0', "=r", [], gl.int32, is_pure=False, pack=1
+        )
+        column = columns.index(i)
+        words = column.load(WORDS)
+        column.store(gl.where(gl.expand_dims(is_kept, 1), words, gl.zeros_like(words)))
 
 
 @gluon.jit
@@ -265,6 +275,23 @@ def _accumulate(
 
 
 @gluon.jit
+def store_rows(
+    ptr, first_row, block, NUM_ROWS: gl.constexpr, DIM: gl.constexpr, num_warps: gl.constexpr
+):
+    """Write a block [64, n] from shared memory to rows of DIM columns from first_row on, those
+    before NUM_ROWS. A warp writes whole lines, of which accumulators' layouts have 16 bytes each.
+    """
+    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [num_warps, 1], [1, 0])
+    row = first_row + gl.arange(0, 64, layout=gl.SliceLayout(1, LINES))
+    column = gl.arange(0, 64, layout=gl.SliceLayout(0, LINES))
+    offsets = gl.expand_dims(row * DIM, 1) + gl.expand_dims(column, 0)
+    mask = gl.expand_dims(row < NUM_ROWS, 1) & gl.expand_dims(column >= 0, 0)
+    for part in gl.static_range(block.shape[1] // 64):
+        values = block.slice(part * 64, 64, dim=1).load(LINES)
+        gl.store(ptr + part * 64 + offsets, values.to(ptr.dtype.element_ty), mask=mask)
+
+
+@gluon.jit
 def split_mla(
     q_ptr,  # [B*w, H, DIM + PE]
     latent_ptr,  # [rows, DIM + PE]
@@ -311,7 +338,6 @@ def split_mla(
     PE_COPY: gl.constexpr = gl.BlockedLayout(
         [1, 8], [32 // PE_LANES, PE_LANES], [num_warps, 1], [1, 0]
     )
-    ZERO_COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [num_warps, 1], [1, 0])
     if SWAP:
         SCORES: gl.constexpr = gl.NVMMADistributedLayout(
             [3, 0], [num_warps, 1], [16, BLOCK_ROWS, 16]
@@ -435,7 +461,7 @@ def split_mla(
             if TMA:
                 mbarrier.wait(barriers.index(buffer), num_tiles // 2 % 2)
                 if tile + BLOCK_KEYS > end:
-                    _zero_rows(latent, end - tile, DIM, BLOCK_KEYS, ZERO_COPY)
+                    zero_rows(latent, end - tile, DIM * 2, num_warps)
                     fence_async_shared()
                     block_barrier()
             else:
@@ -520,12 +546,25 @@ def split_mla(
         offsets = gl.expand_dims(acc_row * DIM, AXIS) + gl.expand_dims(acc_dim, AXIS_ROWS)
         is_out = gl.expand_dims(acc_row < NUM_ROWS, AXIS)
         is_row = scores_row < NUM_ROWS
+        # The buffer that holds no tile. Few rows' results are written from registers.
+        staged = latent_smem.index(1 - num_tiles % 2)
+        if not SWAP:
+            block_barrier()
+            staged.store(out.to(dtype))
+            fence_async_shared()
+            block_barrier()
         if slot < 0:
-            gl.store(out_ptr + owner * DIM + offsets, out.to(dtype), mask=is_out)
+            if SWAP:
+                gl.store(out_ptr + owner * DIM + offsets, out.to(dtype), mask=is_out)
+            else:
+                store_rows(out_ptr + owner * DIM, first_row, staged, NUM_ROWS, DIM, num_warps)
             gl.store(lse_ptr + owner + scores_row, lse, mask=is_row)
         else:
             part_ptr = part_out_ptr + owner * DIM
-            gl.store(part_ptr + offsets, out.to(part_ptr.dtype.element_ty), mask=is_out)
+            if SWAP:
+                gl.store(part_ptr + offsets, out.to(part_ptr.dtype.element_ty), mask=is_out)
+            else:
+                store_rows(part_ptr, first_row, staged, NUM_ROWS, DIM, num_warps)
             gl.store(part_lse_ptr + owner + scores_row, lse, mask=is_row)
     # No copy may land after the program's shared memory has been given to another.
     async_copy.wait_group(0)

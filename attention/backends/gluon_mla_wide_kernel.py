@@ -17,8 +17,9 @@ which its owner has before `ready`. Barriers, all with one arrival a phase:
 - full[side, buffer], q_full: the copy of that half of a tile, of a piece's q has landed;
 - empty[side, buffer]: warpgroup `side` has added the tile in that buffer;
 - ready[side]: weights, maximum and sum of a tile that warpgroup `side` owns are in shared memory;
-- done[side]: warpgroup `side` has added all tiles of a piece. The copying warp waits for both
-  before it copies the next piece's q, and each warpgroup for the other, because of the weights.
+- done[side]: warpgroup `side` has added all tiles of a piece and written its half of the result,
+  by way of q's shared memory. The copying warp waits for both before it copies the next piece's q,
+  and each warpgroup for the other, because of the weights.
 
 There is one buffer for the weights: who reads it writes it next, after its product, and at the end
 of a piece all are done. No barrier gets two phases ahead of a waiter: of each, a phase can end only
@@ -40,7 +41,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from attention.backends.gluon_mla_kernel import block_barrier, copy_block
+from attention.backends.gluon_mla_kernel import (
+    block_barrier,
+    copy_block,
+    store_rows,
+    zero_rows,
+)
 
 # What the kernel is written for: rows of a program, keys of a tile, columns of a value and of rope.
 ROWS = 64
@@ -71,7 +77,6 @@ _ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM // 2, 16]
 _WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, _ACC.value, 2))
 _ROW = gl.constexpr(gl.SliceLayout(1, _SCORES.value))
 _ACC_ROW = gl.constexpr(gl.SliceLayout(1, _ACC.value))
-_ZERO_COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 _STATE_SMEM = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
@@ -269,16 +274,6 @@ def _start_scores(shared, tile):
 
 
 @gluon.jit
-def _zero_rows(half, num_rows):
-    """Overwrite the rows from num_rows on: whatever the pool holds there must not be a value."""
-    row = gl.arange(0, _KEYS, layout=gl.SliceLayout(1, _ZERO_COPY))
-    for part in gl.static_range(_HALF // 64):
-        columns = half.slice(part * 64, 64, dim=1)
-        values = columns.load(_ZERO_COPY)
-        columns.store(gl.where((row < num_rows)[:, None], values, gl.zeros_like(values)))
-
-
-@gluon.jit
 def _hide(scores, tile, FORM: gl.constexpr):
     """Minus infinity for what is no key and, in a window, for keys after the row's query."""
     key = gl.arange(0, _KEYS, layout=gl.SliceLayout(0, _SCORES))
@@ -299,8 +294,8 @@ def _weigh(call, shared, state, scores, tile, FORM: gl.constexpr):
         is_partial = is_partial | tile.is_window
     if is_partial:
         scores = _hide(scores, tile, FORM)
-        _zero_rows(shared.left.index(tile.buffer), tile.num_keys)
-        _zero_rows(shared.right.index(tile.buffer), tile.num_keys)
+        zero_rows(shared.left.index(tile.buffer), tile.num_keys, _HALF * 2, 4)
+        zero_rows(shared.right.index(tile.buffer), tile.num_keys, _HALF * 2, 4)
     top = gl.maximum(state.top, gl.max(scores, 1) * call.qk_scale)
     weights = gl.exp2(scores * call.qk_scale - gl.expand_dims(top, 1))
     total = state.total * gl.exp2(state.top - top) + gl.sum(weights, 1)
@@ -357,12 +352,12 @@ def _tile_at(start, end, i, num_tiles, FORM: gl.constexpr):
 
 
 @gluon.jit
-def _store(call, state, sequence, slot, FORM: gl.constexpr, SIDE: gl.constexpr):
-    """Write half of a piece's result, or of its partial result, and on side 0 the lse."""
+def _store(call, shared, state, sequence, slot, FORM: gl.constexpr, SIDE: gl.constexpr):
+    """Write half of a piece's result, or of its partial result, and on side 0 the lse. By way of
+    q's shared memory: both warpgroups have all scores of the piece."""
     NUM_ROWS: gl.constexpr = FORM.WINDOW * FORM.NUM_HEADS
-    row = gl.program_id(0) * _ROWS + gl.arange(0, _ROWS, layout=_ROW)
-    acc_row = gl.program_id(0) * _ROWS + gl.arange(0, _ROWS, layout=_ACC_ROW)
-    dim = SIDE * _HALF + gl.arange(0, _HALF, layout=gl.SliceLayout(0, _ACC))
+    first_row = gl.program_id(0) * _ROWS
+    row = first_row + gl.arange(0, _ROWS, layout=_ROW)
     has_keys = state.total > 0
     share = gl.where(has_keys, 1.0 / state.total, 0.0)
     lse = gl.where(has_keys, state.top * _LN2 + gl.log(state.total), float("-inf"))
@@ -371,19 +366,20 @@ def _store(call, state, sequence, slot, FORM: gl.constexpr, SIDE: gl.constexpr):
     lse = gl.where(state.total == state.total, lse, state.total)
     share = gl.convert_layout(share, _ACC_ROW, assert_trivial=True)
     out = state.acc * gl.expand_dims(share, 1)
+    staged = _side_of(shared.q_left, shared.q_right, SIDE)
+    staged.store(out.to(shared.q_left.dtype))
+    block_barrier()
     owner = gl.where(slot < 0, sequence, slot).to(gl.int64) * NUM_ROWS
-    offsets = gl.expand_dims(acc_row * _DIM, 1) + gl.expand_dims(dim, 0)
-    is_out = gl.expand_dims(acc_row < NUM_ROWS, 1)
+    first = owner * _DIM + SIDE * _HALF
     if slot < 0:
-        out_ptr = call.out_ptr + owner * _DIM
-        gl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=is_out)
+        store_rows(call.out_ptr + first, first_row, staged, NUM_ROWS, _DIM, 4)
         if SIDE == 0:
             gl.store(call.lse_ptr + owner + row, lse, mask=row < NUM_ROWS)
     else:
-        part_ptr = call.part_out_ptr + owner * _DIM
-        gl.store(part_ptr + offsets, out.to(part_ptr.dtype.element_ty), mask=is_out)
+        store_rows(call.part_out_ptr + first, first_row, staged, NUM_ROWS, _DIM, 4)
         if SIDE == 0:
             gl.store(call.part_lse_ptr + owner + row, lse, mask=row < NUM_ROWS)
+    fence_async_shared()
 
 
 @gluon.jit
@@ -436,12 +432,12 @@ def _attend(call, shared, FORM: gl.constexpr, SIDE: gl.constexpr):
             num_others += 1
         num_tiles += num
 
+        _store(call, shared, state, sequence, slot, FORM, SIDE)
         block_barrier()
         mbarrier.arrive(shared.done.index(SIDE), count=1)
         mbarrier.wait(shared.done.index(1 - SIDE), turn)
         # A warp that waits still could miss the phase if the others went on to the next piece.
         block_barrier()
-        _store(call, state, sequence, slot, FORM, SIDE)
 
 
 @gluon.jit

@@ -92,16 +92,21 @@ def balanced_plan(
     as many short ones.
 
     lengths: keys of each sequence in this rank's pool. Pieces start at multiples of block_keys.
+    adds_window: sequences whose last piece has a window to add, which costs about a block more.
     A worker gets at least min_blocks blocks of keys unless there are fewer in all. Where sequences
     are many and no share gets much above the mean by it, a worker gets one piece only, which saves
     partial results and their merge.
     """
-    blocks = [-(-length // block_keys) for length in lengths]
+    key_blocks = [-(-length // block_keys) for length in lengths]
+    blocks = [n and n + int(w) for n, w in zip(key_blocks, adds_window, strict=True)]
     total = sum(blocks)
-    num_workers = max(1, min(max_workers, total // min_blocks))
+    num_workers = max(1, min(max_workers, sum(key_blocks) // min_blocks))
     # No more workers than give the same largest share: each costs a partial result.
     num_workers = -(-total // -(-total // num_workers)) if total else 1
-    counts = [max(1, round(count * num_workers / max(1, total))) for count in blocks]
+    counts = [
+        max(1, min(most, round(count * num_workers / max(1, total))))
+        for count, most in zip(blocks, key_blocks, strict=True)
+    ]
     largest = max((-(-n // k) for n, k in zip(blocks, counts, strict=True)), default=0)
     is_even = largest * num_workers <= total * _UNEVENNESS
     if is_even and sum(counts) <= max_workers and num_workers <= _MOST_PIECES * len(blocks):
@@ -110,7 +115,9 @@ def balanced_plan(
             for length, n, k in zip(lengths, blocks, counts, strict=True)
         ]
         return _assemble(cuts, list(range(sum(counts))), adds_window)
-    return _assemble(*_equal_shares(lengths, blocks, block_keys, num_workers), adds_window)
+    return _assemble(
+        *_equal_shares(lengths, blocks, key_blocks, block_keys, num_workers), adds_window
+    )
 
 
 def balanced_bounds(
@@ -135,16 +142,21 @@ def num_keyless_workers(lengths: Sequence[int]) -> int:
 
 
 def _equal_shares(
-    lengths: Sequence[int], blocks: Sequence[int], block_keys: int, num_workers: int
+    lengths: Sequence[int],
+    blocks: Sequence[int],
+    key_blocks: Sequence[int],
+    block_keys: int,
+    num_workers: int,
 ) -> tuple[list[list[int]], list[int]]:
-    """Bounds of each sequence's pieces and the worker of each piece: shares equal to a block."""
+    """Bounds of each sequence's pieces and the worker of each piece: shares equal to a block, or
+    to two where a window would else be a share of its own."""
     bounds = list(accumulate(blocks, initial=0))
     ends = [(worker + 1) * bounds[-1] // num_workers for worker in range(num_workers)]
     cuts: list[list[int]] = []
     owners: list[int] = []
-    for length, (first, stop) in zip(lengths, pairwise(bounds), strict=True):
+    for length, count, (first, stop) in zip(lengths, key_blocks, pairwise(bounds), strict=True):
         worker = min(bisect_right(ends, first), num_workers - 1)
-        inner = ends[worker : bisect_left(ends, stop)]
+        inner = ends[worker : bisect_left(ends, min(stop, first + count))]
         cuts.append([0, *((end - first) * block_keys for end in inner), length])
         owners.extend(range(worker, worker + len(inner) + 1))
     return cuts, owners

@@ -13,7 +13,7 @@ from attention.backends.scratch import Scratch
 from attention.heads import FoldedHeads
 from attention.interface import AttentionResult, GQACache, MLACache
 from attention.rows import DecodeRows
-from attention.stored_rows import StoredRows
+from attention.stored_rows import StoredPool, StoredRows
 
 
 class _Keys(NamedTuple):
@@ -22,8 +22,8 @@ class _Keys(NamedTuple):
     In MLA the value is the key's own leading columns, so both name the same rows.
     """
 
-    pool_key: StoredRows
-    pool_value: StoredRows
+    pool_key: StoredPool
+    pool_value: StoredPool
     window_key: Tensor | None
     window_value: Tensor | None
 
@@ -58,8 +58,8 @@ class TorchDecodeKernel:
         return self._attend(
             q,
             _Keys(
-                StoredRows.of(cache.key, cache.key_scale),
-                StoredRows.of(cache.value, cache.value_scale),
+                StoredPool.of(cache.key, cache.key_scale),
+                StoredPool.of(cache.value, cache.value_scale),
                 self._split_window(window_key),
                 self._split_window(window_value),
             ),
@@ -67,7 +67,7 @@ class TorchDecodeKernel:
 
     def mla(self, q: Tensor, cache: MLACache, window_latent: Tensor | None) -> AttentionResult:
         """See DecodeKernel."""
-        pool = StoredRows.of(cache.latent, cache.scale).with_one_head()
+        pool = StoredPool.of(cache.latent, cache.scale).with_one_head()
         window = self._split_window(None if window_latent is None else window_latent[:, None])
         out, lse = self._attend(q, _Keys(pool, pool, window, window))
         return AttentionResult(out[..., : self._value_width], lse)
@@ -123,7 +123,7 @@ class TorchDecodeKernel:
     def _collect(
         self,
         name: str,
-        pool: StoredRows,
+        pool: StoredPool,
         window: Tensor | None,
         segment: Segment,
         dtype: torch.dtype,

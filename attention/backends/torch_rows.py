@@ -18,6 +18,7 @@ from attention.kv_rows import (
     WritePlan,
     on_device,
     padded_slots,
+    part_spans,
 )
 from attention.layout import StripeLayout
 
@@ -54,10 +55,18 @@ class TorchRows:
         return OwnedRows(len(slots), on_device(owned, self._device), on_device(rows, self._device))
 
     def refill(self, plan: WritePlan, slots: NDArray[np.int64]) -> None:
-        """See RowMover; but the number of owned rows changes, and with it the memory."""
+        """See RowMover; but of a stripe the number of owned rows changes, and the memory too."""
         plan = _checked(plan)
         fresh = self.plan(padded_slots(slots, plan.num_tokens))
-        plan.owned, plan.rows = fresh.owned, fresh.rows
+        if fresh.owned is None:
+            plan.rows.copy_(fresh.rows)
+        else:
+            plan.owned, plan.rows = fresh.owned, fresh.rows
+
+    def parts(self, plan: WritePlan, size: int) -> list[WritePlan]:
+        """See RowMover."""
+        rows = _checked(plan).rows
+        return [OwnedRows(size, None, rows[span]) for span in part_spans(plan, size, self._stripe)]
 
     def append(
         self, layer: int, plan: WritePlan, rows: Sequence[Tensor], rotation: Rotation | None = None
@@ -113,13 +122,14 @@ def _select(tensor: Tensor, owned: Tensor | None) -> Tensor:
 
 
 def _scaled(rows: Tensor, scale: Tensor, targets: Tensor) -> Tensor:
-    """float32 rows divided by their scale; a row's own is written to `scale` first."""
+    """float32 rows divided by scale: [1], or [N, Hk, P], where a row's own is written first."""
     rows = rows.float()
     if scale.dim() == 1:
         return rows / scale
     # [n, Hk]
     own = rows.abs().amax(dim=-1).clamp(min=MIN_AMAX) * (1.0 / FP8_MAX)
-    scale.index_copy_(0, targets, own)
+    page_size = scale.shape[-1]
+    scale.transpose(1, 2)[targets // page_size, targets % page_size] = own
     return rows / own[..., None]
 
 

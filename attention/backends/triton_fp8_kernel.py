@@ -18,9 +18,8 @@ import triton.language as tl
 _PIECE = tl.constexpr(5)
 _WORKER = tl.constexpr(8)
 _LN2 = tl.constexpr(0.6931471805599453)
-# As in triton_kernels.
+# Smaller scales of values count as this one, as in triton_kernels.
 _LEAST_SCALE = tl.constexpr(2.0**-100)
-_LEAST_BIAS = tl.constexpr(-100.0)
 _LEAST_Q = tl.constexpr(2.0**-100)
 
 
@@ -51,13 +50,24 @@ def _unpack(pairs, PTX: tl.constexpr):
 
 @triton.jit
 def _log2(x, PTX: tl.constexpr):
-    """To 2 ** -22, which tl.log2 exceeds with a polynomial."""
+    """To 2 ** -22, which tl.log2 exceeds with a polynomial. x: no subnormal number."""
     if PTX:
         return tl.inline_asm_elementwise(
-            "lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
         )
     else:
         return tl.log2(x)
+
+
+@triton.jit
+def _load_scales(ptr, rows, is_key, IN_PAGE: tl.constexpr):
+    """Scales of a tile's keys, whatever the pool holds past the last key. IN_PAGE: the rows are all
+    in one page, so that they may be loaded without a mask, which would make a load of each number.
+    """
+    if IN_PAGE:
+        return tl.load(ptr + rows)
+    else:
+        return tl.load(ptr + rows, mask=is_key, other=1.0)
 
 
 @triton.jit
@@ -71,17 +81,32 @@ def _load_columns(ptr, rows, first, columns, is_row, is_column):
 
 
 @triton.jit
-def _accumulate(scores, bias, v_even, v_odd, top, total, acc_even, acc_odd, HAS_BIAS: tl.constexpr):
-    """As triton_kernels._accumulate, for rows x keys and a value in two halves."""
+def _accumulate(
+    scores,
+    v_scale,  # [KEYS], at least _LEAST_SCALE; of values per key
+    v_even,
+    v_odd,
+    top,
+    total,
+    acc_even,
+    acc_odd,
+    HAS_SCALES: tl.constexpr,
+    IS_WIDE: tl.constexpr,  # total is as wide as the scores
+    PTX: tl.constexpr,
+):
+    """As triton_kernels._accumulate, for rows x keys and a value in two halves.
+
+    `top` is the largest score with the logarithm of its scale, so that a share times its scale is
+    at most 1; a share itself may be 1 / _LEAST_SCALE.
+    """
     biased = scores
-    if HAS_BIAS:
-        biased += bias[None, :]
+    if HAS_SCALES:
+        biased += _log2(v_scale, PTX)[None, :]
     new_top = tl.maximum(top, tl.max(biased, 1))
-    weights = tl.exp2(biased - new_top[:, None])
+    shares = tl.exp2(scores - new_top[:, None])
     shrink = tl.exp2(top - new_top)
-    shares = tl.exp2(scores - new_top[:, None]) if HAS_BIAS else weights
-    total = total * shrink + tl.sum(shares, 1)
-    weights = weights.to(v_even.dtype)
+    total = total * shrink[:, None] + shares if IS_WIDE else total * shrink + tl.sum(shares, 1)
+    weights = (shares * v_scale[None, :] if HAS_SCALES else shares).to(v_even.dtype)
     acc_even = tl.dot(weights, v_even, acc=acc_even * shrink[:, None])
     acc_odd = tl.dot(weights, v_odd, acc=acc_odd * shrink[:, None])
     return new_top, total, acc_even, acc_odd
@@ -92,7 +117,7 @@ def split_fp8(
     q_ptr,  # [B*w, H, D + PE]
     k_ptr,  # int16 [rows, Hk, D / 2] or, for MLA, [rows, (D + PE) / 2]
     v_ptr,  # int16 [rows, Hk, D / 2]; not read for MLA
-    k_scale_ptr,  # float32, true key = stored * scale: one, or [rows, Hk]
+    k_scale_ptr,  # float32, true key = stored * scale: one, or one a row, [N, Hk, P]
     v_scale_ptr,  # the same of values; for MLA the same as k_scale_ptr
     window_k_ptr,  # [B*w, Hk, D] or [B*w, D + PE]
     window_v_ptr,  # [B*w, Hk, D]
@@ -108,8 +133,6 @@ def split_fp8(
     page_table_stride,
     k_stride,  # pairs between rows of k
     v_stride,
-    k_scale_stride,  # elements between rows of k_scale
-    v_scale_stride,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -136,6 +159,7 @@ def split_fp8(
     """
     blocks: tl.constexpr = (WINDOW * GROUP + BLOCK_ROWS - 1) // BLOCK_ROWS
     HALF: tl.constexpr = DIM // 2
+    IN_PAGE: tl.constexpr = PAGE_SIZE % BLOCK_KEYS == 0
     kv_head = tl.program_id(0) // blocks
     row = tl.program_id(0) % blocks * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     query = row // GROUP
@@ -153,6 +177,8 @@ def split_fp8(
     else:
         k_head_ptr = k_ptr + kv_head * HALF
         v_head_ptr = v_ptr + kv_head * HALF
+    k_scale_head_ptr = k_scale_ptr + kv_head * PAGE_SIZE
+    v_scale_head_ptr = v_scale_ptr + kv_head * PAGE_SIZE
     if PDL:
         # What follows reads what kernels before this one have written.
         tl.extra.cuda.gdc_wait()
@@ -186,7 +212,12 @@ def split_fp8(
         pe_odd = (pe_odd * shrink_q).to(tl.float16)
         row_scale = (q_scale * pool_qk_scale)[:, None]
         top = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
-        total = tl.zeros([BLOCK_ROWS], tl.float32)
+        # Summed up after the last tile: warps that share a row would wait for each other in each.
+        # Beside values as wide as those of MLA there are no registers for that.
+        if IS_MLA:
+            total = tl.zeros([BLOCK_ROWS], tl.float32)
+        else:
+            total = tl.zeros([BLOCK_ROWS, BLOCK_KEYS], tl.float32)
         acc_even = tl.zeros([BLOCK_ROWS, HALF_PAD], tl.float32)
         acc_odd = tl.zeros([BLOCK_ROWS, HALF_PAD], tl.float32)
         table = page_table_ptr + sequence.to(tl.int64) * page_table_stride
@@ -194,12 +225,13 @@ def split_fp8(
         for tile in tl.range(start, end, BLOCK_KEYS, num_stages=STAGES):
             position = tile + key
             is_key = position < end
-            if PAGE_SIZE % BLOCK_KEYS == 0:
+            if IN_PAGE:
                 page = tl.load(table + tile // PAGE_SIZE).to(tl.int64)
-                pool_row = page * PAGE_SIZE + tile % PAGE_SIZE + key
+                place = tl.multiple_of(tile % PAGE_SIZE, BLOCK_KEYS) + key
             else:
                 page = tl.load(table + position // PAGE_SIZE, mask=is_key, other=0).to(tl.int64)
-                pool_row = page * PAGE_SIZE + position % PAGE_SIZE
+                place = position % PAGE_SIZE
+            pool_row = page * PAGE_SIZE + place
             k_pairs = tl.load(
                 k_head_ptr + (pool_row * k_stride)[:, None] + dim[None, :],
                 mask=is_key[:, None] & is_dim[None, :],
@@ -225,24 +257,34 @@ def split_fp8(
                     other=0,
                 )
             scores *= row_scale
-            bias = top
+            v_scale = top
             if SCALES == 2:
-                k_scale = tl.load(
-                    k_scale_ptr + pool_row * k_scale_stride + kv_head, mask=is_key, other=1.0
-                )
+                scale_row = page * (NUM_KV_HEADS * PAGE_SIZE) + place
+                k_scale = _load_scales(k_scale_head_ptr, scale_row, is_key, IN_PAGE)
                 scores *= k_scale[None, :]
                 if IS_MLA:
                     v_scale = k_scale
                 else:
-                    v_scale = tl.load(
-                        v_scale_ptr + pool_row * v_scale_stride + kv_head, mask=is_key, other=1.0
-                    )
-                bias = tl.where(v_scale < _LEAST_SCALE, _LEAST_BIAS, _log2(v_scale, PTX))
+                    v_scale = _load_scales(v_scale_head_ptr, scale_row, is_key, IN_PAGE)
+                # Also past the last key, where a weight is 0 but a scale may be NaN.
+                v_scale = tl.where(is_key & ~(v_scale < _LEAST_SCALE), v_scale, _LEAST_SCALE)
             scores = tl.where(is_key[None, :], scores, float("-inf"))
             v_even, v_odd = _unpack(v_pairs, PTX)
             top, total, acc_even, acc_odd = _accumulate(
-                scores, bias, v_even, v_odd, top, total, acc_even, acc_odd, SCALES == 2
+                scores,
+                v_scale,
+                v_even,
+                v_odd,
+                top,
+                total,
+                acc_even,
+                acc_odd,
+                SCALES == 2,
+                not IS_MLA,
+                PTX,
             )
+        if not IS_MLA:
+            total = tl.sum(total, 1)
         if SCALES == 1:
             acc_even *= tl.load(v_scale_ptr)
             acc_odd *= tl.load(v_scale_ptr)
@@ -280,7 +322,17 @@ def split_fp8(
                     visible = visible & (place[None, :] <= query[:, None])
                 scores = tl.where(visible, scores * qk_scale, float("-inf"))
                 top, total, acc_even, acc_odd = _accumulate(
-                    scores, top, value_even, value_odd, top, total, acc_even, acc_odd, False
+                    scores,
+                    top,
+                    value_even,
+                    value_odd,
+                    top,
+                    total,
+                    acc_even,
+                    acc_odd,
+                    False,
+                    False,
+                    PTX,
                 )
 
         has_keys = total > 0

@@ -73,7 +73,7 @@ def split_attention(
     q_ptr,  # [B*w, H, D + PE]
     k_ptr,  # [rows, Hk, D] or, for MLA, [rows, D + PE]
     v_ptr,  # [rows, Hk, D]; not read for MLA
-    k_scale_ptr,  # float32, true key = stored * scale: one, or [rows, Hk]
+    k_scale_ptr,  # float32, true key = stored * scale: one, or one a row, [N, Hk, P]
     v_scale_ptr,  # the same of values; for MLA the same as k_scale_ptr
     window_k_ptr,  # [B*w, Hk, D] or [B*w, D + PE]
     window_v_ptr,  # [B*w, Hk, D]
@@ -89,8 +89,6 @@ def split_attention(
     page_table_stride,
     k_stride,  # elements between rows of k
     v_stride,
-    k_scale_stride,  # elements between rows of k_scale
-    v_scale_stride,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -188,10 +186,11 @@ def split_attention(
             is_key = position < end
             if PAGE_SIZE % BLOCK_KEYS == 0:
                 page = tl.load(table + tile // PAGE_SIZE).to(tl.int64)
-                pool_row = page * PAGE_SIZE + tile % PAGE_SIZE + key
+                place = tile % PAGE_SIZE + key
             else:
                 page = tl.load(table + position // PAGE_SIZE, mask=is_key, other=0).to(tl.int64)
-                pool_row = page * PAGE_SIZE + position % PAGE_SIZE
+                place = position % PAGE_SIZE
+            pool_row = page * PAGE_SIZE + place
             k = tl.load(
                 k_head_ptr + (pool_row * k_stride)[:, None] + dim[None, :],
                 mask=is_key[:, None] & is_dim[None, :],
@@ -214,16 +213,13 @@ def split_attention(
             scores = _scores(q, q_pe, k, k_pe, pool_qk_scale, SWAP, IS_MLA)
             bias = top
             if SCALES == 2:
-                k_scale = tl.load(
-                    k_scale_ptr + pool_row * k_scale_stride + kv_head, mask=is_key, other=1.0
-                )
+                scale_row = (page * NUM_KV_HEADS + kv_head) * PAGE_SIZE + place
+                k_scale = tl.load(k_scale_ptr + scale_row, mask=is_key, other=1.0)
                 scores *= k_scale[:, None] if SWAP else k_scale[None, :]
                 if IS_MLA:
                     v_scale = k_scale
                 else:
-                    v_scale = tl.load(
-                        v_scale_ptr + pool_row * v_scale_stride + kv_head, mask=is_key, other=1.0
-                    )
+                    v_scale = tl.load(v_scale_ptr + scale_row, mask=is_key, other=1.0)
                 # A bias of -inf would leave a row of such keys without a top.
                 bias = tl.where(v_scale < _LEAST_SCALE, _LEAST_BIAS, tl.log2(v_scale))
             if SWAP:
@@ -321,6 +317,7 @@ def merge_splits(
     end = tl.load(slot_starts_ptr + sequence + 1)
     if PDL:
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     if end > first:
         dim = tl.program_id(1) * BLOCK_DIM + tl.arange(0, BLOCK_DIM)
         place = tl.arange(0, BLOCK_SLOTS)

@@ -12,7 +12,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from attention.backends import triton_rows_kernels as kernels
-from attention.kv_rows import Rotation, RowStore, WritePlan, on_device, padded_slots
+from attention.kv_rows import (
+    Rotation,
+    RowStore,
+    WritePlan,
+    on_device,
+    padded_slots,
+    part_spans,
+)
 from attention.layout import StripeLayout
 
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
@@ -49,6 +56,7 @@ class TritonRows:
         self._is_latent = len(stores) == 1
         self._widths = [store.rows.shape[-1] for store in stores]
         self._num_layers, self._rows_per_layer, self._num_heads, _ = stores[0].rows.shape
+        self._stripe = stripe
         self._rank = stripe.dcp_rank
         self._layers = [[_layer(store, i) for store in stores] for i in range(self._num_layers)]
         word = _word(self._dtype.itemsize, self._widths)
@@ -62,6 +70,7 @@ class TritonRows:
             "INTERLEAVE": stripe.interleave,
             "HAS_SCALE": stores[0].scale is not None,
             "PER_TOKEN": stores[0].is_per_token,
+            "PAGE_SIZE": stripe.page_size if stores[0].is_per_token else 1,
             "ONE_STORE": self._is_latent,
             "num_warps": 4,
             # Without fused multiply-adds a rotation is bit for bit that of the torch mover.
@@ -75,7 +84,17 @@ class TritonRows:
     def refill(self, plan: WritePlan, slots: NDArray[np.int64]) -> None:
         """See RowMover."""
         plan = _checked(plan)
-        plan.slots.copy_(torch.from_numpy(padded_slots(slots, plan.num_tokens)))
+        # From ordinary memory the host would wait for all that the device still has to do.
+        staging = torch.empty(
+            plan.num_tokens, dtype=torch.int64, pin_memory=plan.slots.device.type == "cuda"
+        )
+        staging.numpy()[:] = padded_slots(slots, plan.num_tokens)
+        plan.slots.copy_(staging, non_blocking=True)
+
+    def parts(self, plan: WritePlan, size: int) -> list[WritePlan]:
+        """See RowMover."""
+        slots = _checked(plan).slots
+        return [DeviceSlots(size, slots[span]) for span in part_spans(plan, size, self._stripe)]
 
     def append(
         self, layer: int, plan: WritePlan, rows: Sequence[Tensor], rotation: Rotation | None = None

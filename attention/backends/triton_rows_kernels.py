@@ -85,7 +85,7 @@ def append_rows(
     value_ptr,  # [T, Hk, VALUE_WIDTH]
     key_store_ptr,  # [N*P, Hk, KEY_STRIDE], one layer
     value_store_ptr,  # [N*P, Hk, VALUE_STRIDE], one layer; the same as the keys' in MLA
-    key_scale_ptr,  # float32 [1] or [N*P, Hk]; None without HAS_SCALE
+    key_scale_ptr,  # float32 [1] or [N, Hk, P]; None without HAS_SCALE
     value_scale_ptr,
     positions_ptr,  # [T]; None without ROTARY_DIM
     cos_ptr,  # [max_positions, ROTARY_DIM / 2]
@@ -106,6 +106,7 @@ def append_rows(
     INTERLEAVE: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     PER_TOKEN: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,  # P of the scales; 1 without PER_TOKEN
     ONE_STORE: tl.constexpr,  # key and value are one row with one scale
     ROTARY_DIM: tl.constexpr,  # 0: keys are stored as they are
     ROTARY_INTERLEAVED: tl.constexpr,
@@ -119,6 +120,7 @@ def append_rows(
     head = row % NUM_HEADS
     slot = tl.load(slots_ptr + token, mask=row < num_rows, other=-1).to(tl.int64)
     is_own, pool_row = _own_rows(slot, dcp_rank, DCP_SIZE, INTERLEAVE)
+    scale_row = (pool_row // PAGE_SIZE * NUM_HEADS + head) * PAGE_SIZE + pool_row % PAGE_SIZE
     pool_row = pool_row * NUM_HEADS + head
 
     key_dim = tl.arange(0, KEY_PAD)
@@ -159,9 +161,9 @@ def append_rows(
                 value_amax = key_amax
             key_scale = _row_scale(key_amax)
             value_scale = _row_scale(value_amax)
-            tl.store(key_scale_ptr + pool_row, key_scale, mask=is_own)
+            tl.store(key_scale_ptr + scale_row, key_scale, mask=is_own)
             if not ONE_STORE:
-                tl.store(value_scale_ptr + pool_row, value_scale, mask=is_own)
+                tl.store(value_scale_ptr + scale_row, value_scale, mask=is_own)
         else:
             key_scale = tl.zeros([BLOCK_ROWS], tl.float32) + tl.load(key_scale_ptr)
             value_scale = tl.zeros([BLOCK_ROWS], tl.float32) + tl.load(value_scale_ptr)

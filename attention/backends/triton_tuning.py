@@ -9,7 +9,8 @@ from dataclasses import dataclass
 class LaunchShape:
     """How the split kernel is launched.
 
-    gluon: the Hopper kernel of gluon_mla_kernel instead of the portable one; tiles of 64 keys.
+    gluon: the Hopper kernel of gluon_mla_kernel, or over 8-bit pools of gluon_mla_fp8_kernel,
+        instead of the portable one; tiles of 64 keys.
     wide: with gluon, that of gluon_mla_wide_kernel: block_rows 64, 4 warps, and 4 that it adds.
     product_first: with gluon, start a tile's first product before the next tile's copy: better
         where products and not memory are waited for.
@@ -18,6 +19,7 @@ class LaunchShape:
     block_keys: keys of a tile. num_warps, num_stages: as in Triton.
     programs_per_sm: programs that share an SM; the plan deals the keys to that many.
     min_blocks: fewest blocks of 64 keys for which a program is worth starting.
+    max_registers: of a thread of a portable kernel, so that programs_per_sm find room.
     rounds_partials: partial results are written in the dtype of q and not in float32. For 64 rows
         over 132 programs they are 17 MB in float32, a ninth of the bytes of 128K latents, written
         once and read once; rounding them adds about as much error as rounding the result does.
@@ -33,6 +35,7 @@ class LaunchShape:
     product_first: bool = False
     programs_per_sm: int = 1
     min_blocks: int = 1
+    max_registers: int | None = None
     rounds_partials: bool = False
 
 
@@ -48,13 +51,13 @@ def launch_shape(
 ) -> LaunchShape:
     """The shape for `rows` rows a KV head, value width `dim` and KV elements of `itemsize` bytes.
 
-    keys: of all sequences of the batch together. has_gluon, has_wide: whether gluon_mla_kernel and
-    gluon_mla_wide_kernel can serve the call.
+    keys: of all sequences of the batch together. has_gluon, has_wide: whether gluon_mla_kernel
+    (gluon_mla_fp8_kernel where itemsize is 1) and gluon_mla_wide_kernel can serve the call.
     """
     if itemsize > 2:
         return LaunchShape(swap=False, block_rows=16, block_keys=16, num_warps=4)
     if itemsize == 1:
-        return _fp8_shape(rows, dim)
+        return _gluon_fp8_shape(rows, keys) if has_gluon else _fp8_shape(rows, dim)
     if not is_mla:
         return _gqa_shape(rows, dim)
     return _gluon_shape(rows, keys, has_wide) if has_gluon else _mla_shape(rows)
@@ -125,6 +128,27 @@ def _gqa_shape(rows: int, dim: int) -> LaunchShape:
 FP8_IN_FLOAT32 = LaunchShape(swap=False, block_rows=16, block_keys=16, num_warps=4, num_stages=1)
 
 
+# Up to so many keys, once for each block of rows, a second program an SM costs gluon_mla_fp8_kernel
+# more, as its partial results are merged, than it gains while the first one waits: 39 against 36 us
+# for one sequence of 128K, but 89 against 137 for 64 of 8K.
+_FEW_KEYS = 160 << 10
+
+
+def _gluon_fp8_shape(rows: int, keys: int) -> LaunchShape:
+    if keys * -(-rows // 16) <= _FEW_KEYS:
+        return LaunchShape(gluon=True, swap=True, block_rows=16, num_warps=4, min_blocks=2)
+    # One program waits for memory while the other computes.
+    return LaunchShape(
+        gluon=True,
+        swap=True,
+        block_rows=16,
+        num_warps=4,
+        programs_per_sm=2,
+        min_blocks=2,
+        rounds_partials=True,
+    )
+
+
 def _fp8_shape(rows: int, dim: int) -> LaunchShape:
     """Of triton_fp8_kernel, for one scale a tensor as well as one a token."""
     block_rows = 16 if rows <= 16 else 32
@@ -141,5 +165,20 @@ def _fp8_shape(rows: int, dim: int) -> LaunchShape:
             swap=False, block_rows=block_rows, num_warps=4, num_stages=5, programs_per_sm=2
         )
     if dim > 64:
-        return LaunchShape(swap=False, block_rows=16, num_warps=4, num_stages=5, programs_per_sm=3)
-    return LaunchShape(swap=False, block_rows=16, num_warps=2, num_stages=5, programs_per_sm=6)
+        # Left alone, the compiler takes too many registers for four programs; and for six below.
+        return LaunchShape(
+            swap=False,
+            block_rows=16,
+            num_warps=4,
+            num_stages=5,
+            programs_per_sm=4,
+            max_registers=128,
+        )
+    return LaunchShape(
+        swap=False,
+        block_rows=16,
+        num_warps=2,
+        num_stages=5,
+        programs_per_sm=6,
+        max_registers=168,
+    )

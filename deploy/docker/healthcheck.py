@@ -1,6 +1,8 @@
 """The image's HEALTHCHECK: exit code 0 while this container's service says SERVING.
 
 The address comes from the ready file (setting `ready_file`), which a service writes once it serves.
+It is that of the plaintext health service (setting `health_port`) where there is one: this check
+speaks no TLS.
 """
 
 from __future__ import annotations
@@ -22,7 +24,11 @@ def main() -> int:
     if not ready_file.exists():
         sys.stderr.write(f"not ready: there is no {ready_file}\n")
         return 1
-    address = json.loads(ready_file.read_text(encoding="utf-8"))["grpc"]
+    report = json.loads(ready_file.read_text(encoding="utf-8"))
+    address = report["health"] or report["grpc"]
+    if report["tls"] and not report["health"]:
+        sys.stderr.write(f"{address} serves over TLS: set health_port for this check\n")
+        return 1
     try:
         with grpc.insecure_channel(address) as channel:
             stub = health_pb2_grpc.HealthStub(channel)

@@ -13,7 +13,7 @@ from kvbraid.commands.model_path import resolve_model
 from kvbraid.errors import NotFoundError
 from kvbraid.rpc.channels import ChannelPool
 from kvbraid.rpc.client_errors import translated_rpc_errors
-from kvbraid.settings import ServerSettings
+from kvbraid.settings import ServerSettings, tls_from_environment
 from kvbraid.v1 import coordinator_pb2, generation_pb2, info_pb2, info_pb2_grpc
 
 _MODEL = "smollm2-135m-instruct"
@@ -65,9 +65,12 @@ async def _ask(
     )
     request.chat.messages.add(role="user", content=question)
     target = cluster.coordinator.grpc
-    answer = await generate(target, request, timeout_s=_ANSWER_TIMEOUT_S, on_text=write_text)
+    tls = tls_from_environment()  # of the services too
+    answer = await generate(
+        target, request, timeout_s=_ANSWER_TIMEOUT_S, on_text=write_text, tls=tls
+    )
     decode = cluster.workers["decode-0"].grpc
-    async with ChannelPool(ServerSettings()) as pool:
+    async with ChannelPool(ServerSettings(tls=tls)) as pool:
         stub = info_pb2_grpc.InfoServiceStub(pool.channel(decode))
         with translated_rpc_errors(decode):
             info = await stub.Info(info_pb2.InfoRequest(with_rows=True), timeout=_INFO_TIMEOUT_S)

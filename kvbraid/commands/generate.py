@@ -7,6 +7,7 @@ import asyncio
 import sys
 
 from kvbraid.commands.generation import generate, read_prompt_ids
+from kvbraid.commands.tls_flags import add_tls_arguments, tls_of
 from kvbraid.v1 import coordinator_pb2, generation_pb2
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens")
@@ -30,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ignore-eos", action="store_true", help="do not end at end tokens")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for the whole answer")
     parser.add_argument("--json", action="store_true", help="one JSON line instead of the text")
+    add_tls_arguments(parser)
 
 
 def build_request(arguments: argparse.Namespace) -> coordinator_pb2.GenerateRequest:
@@ -57,6 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
             build_request(arguments),
             timeout_s=arguments.timeout,
             on_text=on_text,
+            tls=tls_of(arguments),
         )
     )
     print(answer.to_json() if arguments.json else "")

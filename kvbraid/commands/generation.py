@@ -11,7 +11,7 @@ from pathlib import Path
 from kvbraid.errors import InvalidRequestError
 from kvbraid.rpc.channels import ChannelPool
 from kvbraid.rpc.client_errors import translated_rpc_errors
-from kvbraid.settings import ServerSettings
+from kvbraid.settings import ServerSettings, TlsSettings
 from kvbraid.v1 import coordinator_pb2, coordinator_pb2_grpc, generation_pb2
 
 _FINISH_PREFIX = "FINISH_REASON_"
@@ -53,14 +53,16 @@ async def generate(
     *,
     timeout_s: float,
     on_text: Callable[[str], None] = lambda _: None,
+    tls: TlsSettings | None = None,
 ) -> Generation:
     """Send `request` (n = 1) to the coordinator at `target` and gather its stream.
 
-    `on_text` gets each piece of text as it comes. Raises the KVBraidError the coordinator answers.
+    `on_text` gets each piece of text as it comes. tls: None: plaintext. Raises the KVBraidError the
+    coordinator answers, and ConfigError for certificates that cannot be used.
     """
     result = Generation()
     started = time.monotonic()
-    async with ChannelPool(ServerSettings()) as pool:
+    async with ChannelPool(ServerSettings(tls=tls or TlsSettings())) as pool:
         stub = coordinator_pb2_grpc.CoordinatorServiceStub(pool.channel(target))
         with translated_rpc_errors(target):
             async for response in stub.Generate(request, timeout=timeout_s):

@@ -11,6 +11,7 @@ from types import FrameType
 
 from kvbraid.cluster import ClusterSpec, LocalCluster, WorkerSpec
 from kvbraid.commands.model_path import resolve_model
+from kvbraid.commands.tls_flags import add_service_tls_arguments, service_flags
 
 _CHECK_S = 0.1
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -57,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--log-dir", metavar="DIR", help="folder for logs [a temporary one]")
     parser.add_argument("--json", action="store_true", help="print the ready line as JSON")
+    add_service_tls_arguments(parser)
 
 
 def cluster_spec(arguments: argparse.Namespace) -> ClusterSpec:
@@ -73,7 +75,11 @@ def cluster_spec(arguments: argparse.Namespace) -> ClusterSpec:
         draft=workers("draft", ()),
         drafter=arguments.drafter,
         coordinator=(f"--port={arguments.grpc_port}", f"--http-port={arguments.http_port}"),
-        everyone=(f"--host={arguments.host}", f"--log-level={arguments.log_level}"),
+        everyone=(
+            f"--host={arguments.host}",
+            f"--log-level={arguments.log_level}",
+            *service_flags(arguments),
+        ),
         drain_seconds=arguments.drain_seconds,
     )
 
@@ -121,8 +127,9 @@ def ready_line(cluster: LocalCluster, *, as_json: bool) -> str:
             }
         )
     metrics = " ".join(f"{name}=http://{r.metrics}/metrics" for name, r in reports.items())
+    scheme = "https" if coordinator.tls else "http"
     return (
-        f"ready: gRPC {coordinator.grpc}, OpenAI API http://{coordinator.http}/v1, "
+        f"ready: gRPC {coordinator.grpc}, OpenAI API {scheme}://{coordinator.http}/v1, "
         f"metrics {metrics}, logs {cluster.log_directory}"
     )
 

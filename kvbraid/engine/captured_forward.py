@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -29,20 +28,12 @@ from attention.interface import DecodeBatch
 from kvbraid.engine.step_attention import StepAttention
 from kvbraid.engine.step_forward import EagerForward, ForwardOutput, RankModel, StepBatch
 from kvbraid.kv.slots import LogicalSlots
+from kvbraid.model.graph_capture import GraphCapture, graph_size
 from kvbraid.model.layer_taps import LayerTaps
 
 _SINK_SLOT = 0
 _PADDING_TOKEN = 0
 _MASK = "causal"
-
-
-class GraphCapture(Protocol):
-    """Records launches so that they can be repeated at once."""
-
-    def capture(self, compute: Callable[[], None]) -> Callable[[], None]:
-        """`compute` is called once or more; the call returned repeats what it launched, on the same
-        memory and in the order of the current stream."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +56,7 @@ class DecodeLimits:
         """
         if not 1 <= num_seqs <= self.max_num_seqs:
             raise ValueError(f"{num_seqs} sequences are outside [1, {self.max_num_seqs}]")
-        return min(1 << (num_seqs - 1).bit_length(), self.max_num_seqs)
+        return graph_size(num_seqs, self.max_num_seqs)
 
 
 class CapturedForward:

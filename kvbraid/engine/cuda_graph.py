@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
+from typing import Any
 
 import torch
 
 
 class CudaGraphCapture:
-    """Implements `captured_forward.GraphCapture`. Used by the engine thread only.
+    """Implements `kvbraid.model.graph_capture.GraphCapture`. Used by one thread only.
 
     All graphs share one memory pool: they are replayed one after the other on one stream, and what
     they leave behind lies in tensors that are not of the pool.
     """
 
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
+    @cached_property
+    def _pool(self) -> Any:
+        return torch.cuda.graph_pool_handle()
 
     def capture(self, compute: Callable[[], None]) -> Callable[[], None]:
         """See GraphCapture. `compute` runs twice: what is compiled, connected or allocated for good

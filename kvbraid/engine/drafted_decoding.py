@@ -13,32 +13,27 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import numpy as np
 from torch import Tensor
 
 from kvbraid.engine.draft_drawing import DraftDrawing, WindowSampling
-from kvbraid.engine.quiet_steps import QuietSteps
+from kvbraid.engine.draft_planning import Asking, DraftPlanning
+from kvbraid.engine.draft_tasks import Wanted, draft_tasks
 from kvbraid.engine.sequence import Sequence, SequenceKey
 from kvbraid.engine.speculation import SpeculationReport, VerifiedWindow
 from kvbraid.engine.step_plan import StepPlan
-from kvbraid.kv.slots import LogicalSlots, slots_of
+from kvbraid.kv.slots import slots_between
 from kvbraid.speculative.acceptance import usable_drafts
-from kvbraid.speculative.break_even import PlainReason
 from kvbraid.speculative.draft_plan import DraftPlan, Policy, StepOutcome
 from kvbraid.speculative.drafting import Drafting
 from kvbraid.speculative.fused_rows import FusedRows
 from kvbraid.speculative.proposal import DraftTask, Proposal, Resync
 from kvbraid.transport.draft_grant import DraftGrant
 
-# Most rows of one sequence in one step: a long prompt is told over several steps, and only then
-# drafted for.
-_MAX_ROWS = 1024
 # While drafting does not pay, rows are kept from so many steps before a probe on only, and those
 # of prompts for so many sequences, which the probe finds warm; the rest starts cold, should
 # drafting pay again.
 _STEPS_BEFORE_PROBE = 128
 _NUM_FOR_PROBES = 4
-_NOT_WORTHWHILE = "not_worthwhile"
 
 
 class GrantingDrafting(Drafting, Protocol):
@@ -74,8 +69,8 @@ class _Told:
 
 @dataclass(slots=True)
 class _Round:
-    """What was asked for the step that is being planned. draft_s: all that drafting delays it by,
-    and what keeping the books of the last such step took."""
+    """What was asked for the step that is being planned. draft_s: all that drafting delays it
+    by."""
 
     began_s: float = 0.0
     told: dict[int, _Told] = field(default_factory=dict)
@@ -102,18 +97,24 @@ class DraftedDecoding:
         self._vocab_size = vocab_size
         self._drafting = drafting
         self._rows = rows
-        self.policy = policy
+        self._planning = DraftPlanning(policy, limit=self._limit, on_report=on_report)
         self._drawing = drawing
         self._page_size = logical_page_size
         self._max_model_len = max_model_len
-        self._on_report = on_report
         self._told: dict[SequenceKey, _Told] = {}
         self._receiving: dict[str, Sequence] = {}
-        self._quiet = QuietSteps()
-        self._is_worthwhile = True
-        self._books_s = 0.0
         self._round: _Round | None = None
         self._report = SpeculationReport()
+
+    @property
+    def policy(self) -> Policy:
+        """May be changed while nothing runs."""
+        return self._planning.policy
+
+    @policy.setter
+    def policy(self, policy: Policy) -> None:
+        self._planning.settle()
+        self._planning.policy = policy
 
     @property
     def max_draft_tokens(self) -> int:
@@ -144,43 +145,29 @@ class DraftedDecoding:
         # A preempted sequence has no pages, and will make its rows itself.
         if sequence is not None and end <= len(sequence.pages) * self._page_size:
             self._telling(sequence).num_rows = 0
-            self._rows.put(self._slots(sequence, first_position, end), rows)
+            slots = slots_between(sequence.pages, first_position, end, self._page_size)
+            self._rows.put(slots, rows)
 
     def draft(self, active: Seq[Sequence]) -> None:
         """See Speculation. While drafting is off, most steps cost next to nothing here."""
         began = time.monotonic()
         self._drafting.take_rows()
         decoding = [s for s in active if s.can_decode]
-        if self._quiet.begin(decoding):
+        if self._planning.is_quiet(decoding):
             self._round = None
             return
-        self._report = SpeculationReport()
-        self._tell_of_quiet_steps()
-        self._round = _Round(began)
+        self._round, self._report = _Round(began), SpeculationReport()
         if decoding:
             self._plan(decoding, self._round)
-        elif self._report.plain:
-            self._on_report(self._report)
-
-    def _tell_of_quiet_steps(self) -> None:
-        num_steps, num_windows = self._quiet.end()
-        if num_steps:
-            self.policy.skip(num_steps)
-            self._count_plain(num_windows)
-
-    def _count_plain(self, num_windows: int) -> None:
-        if not self._is_worthwhile:
-            self._report.plain[_NOT_WORTHWHILE] += num_windows
+            return
+        self._planning.end(self._report)
 
     def _plan(self, decoding: list[Sequence], asked: _Round) -> None:
         self._drawing.begin()
         told = [self._telling(s) for s in decoding]
         limits = [self._limit(s) for s in decoding]
-        plan = self.policy.plan([t.number for t in told], limits)
-        self._quiet.allow(decoding, plan.num_same)
+        plan = self._planning.plan(Asking(decoding, [t.number for t in told], limits), self._report)
         self._rows.is_wanted = self.policy.steps_to_probe <= _STEPS_BEFORE_PROBE
-        self._is_worthwhile = plan.reason in (None, PlainReason.NOT_ALLOWED)
-        self._count_plain(len(decoding))
         asked.told = {s.slot: t for s, t in zip(decoding, told, strict=True)}
         for sequence, entry in zip(decoding, told, strict=True):
             sequence.drafts, entry.num_proposed, entry.confidences = (), 0, ()
@@ -196,7 +183,7 @@ class DraftedDecoding:
         asked: _Round,
     ) -> None:
         self._ask(decoding, told, plan, asked)
-        asked.draft_s = time.monotonic() - asked.began_s + self._books_s
+        asked.draft_s = time.monotonic() - asked.began_s
         width = self.policy.width(
             plan,
             [t.number for t in told],
@@ -214,9 +201,8 @@ class DraftedDecoding:
         if not plan.decodes:
             return
         if asked is None:
-            self._quiet.ran(len(plan.decodes))
+            self._planning.quiet_step_ran(len(plan.decodes))
             return
-        began = time.monotonic()
         told = [asked.told[d.slot] for d in plan.decodes]
         num_accepted = [max(0, len(tokens.get(d.slot, ())) - 1) for d in plan.decodes]
         num_verified = [len(d.drafts) for d in plan.decodes]
@@ -225,19 +211,17 @@ class DraftedDecoding:
             a if not t.stops.isdisjoint(tokens.get(d.slot, ())[:a]) else n
             for d, t, n, a in zip(plan.decodes, told, num_verified, num_accepted, strict=True)
         ]
-        self.policy.record(
-            StepOutcome(
-                slots=[t.number for t in told],
-                width=1 + max(num_verified),
-                num_verified=num_judged,
-                num_accepted=num_accepted,
-                confidences=[t.confidences[:n] for t, n in zip(told, num_judged, strict=True)],
-                num_asked=asked.num_asked,
-                num_drafting=asked.num_drafting,
-                draft_seconds=asked.draft_s,
-                step_seconds=seconds,
-                has_prompt_rows=bool(plan.extends),
-            )
+        outcome = StepOutcome(
+            slots=[t.number for t in told],
+            width=1 + max(num_verified),
+            num_verified=num_judged,
+            num_accepted=num_accepted,
+            confidences=[t.confidences[:n] for t, n in zip(told, num_judged, strict=True)],
+            num_asked=asked.num_asked,
+            num_drafting=asked.num_drafting,
+            draft_seconds=asked.draft_s,
+            step_seconds=seconds,
+            has_prompt_rows=bool(plan.extends),
         )
         self._report.windows = [
             VerifiedWindow(t.num_proposed, n, a)
@@ -246,13 +230,17 @@ class DraftedDecoding:
         ]
         self._report.tap_s = self._rows.take_tap_seconds()
         self._report.draft_s, self._report.verify_s = asked.draft_s, seconds
-        self._on_report(self._report)
-        self._books_s = time.monotonic() - began
+        self._planning.ran(outcome, self._report)
+
+    def meanwhile(self) -> None:
+        """See Speculation."""
+        self._planning.meanwhile()
 
     def drop(self, sequence: Sequence) -> None:
         """See Speculation."""
         told = self._told.pop(sequence.request.key, None)
         if told is not None:
+            self._planning.settle()
             self.policy.close(told.number)
             self._receiving.pop(told.key, None)
             self._drafting.drop(told.key)
@@ -265,6 +253,7 @@ class DraftedDecoding:
             sampling = sequence.request.sampling
             stops = frozenset(sampling.stop_token_ids)
             drawn_at = self._drawing.open(sampling, key.completion)
+            self._planning.settle()
             told = self._told[key] = _Told(name, self.policy.open(), drawn_at, stops)
         return told
 
@@ -277,17 +266,21 @@ class DraftedDecoding:
     def _ask(
         self, decoding: Seq[Sequence], told: Seq[_Told], plan: DraftPlan, asked: _Round
     ) -> None:
-        wanting = zip(told, plan.num_wanted, strict=True)
-        self._drafting.await_rows([entry.key for entry, num_wanted in wanting if num_wanted])
-        asking = [
-            (sequence, entry, self._task(sequence, entry, num_wanted))
+        wanting = [
+            (sequence, entry, num_wanted)
             for sequence, entry, num_wanted in zip(decoding, told, plan.num_wanted, strict=True)
             if num_wanted
         ]
-        answers = self._drafting.step([task for _, _, task in asking])
+        self._drafting.await_rows([entry.key for _, entry, _ in wanting])
+        wanted = [
+            Wanted(sequence, entry.key, entry.num_rows, num_wanted, entry.drawn_at)
+            for sequence, entry, num_wanted in wanting
+        ]
+        tasks = draft_tasks(wanted, self._rows, self._page_size)
+        answers = self._drafting.step(tasks)
         asked.num_asked = max(plan.num_wanted)
-        asked.num_drafting = len(asking)
-        for (sequence, entry, task), answer in zip(asking, answers, strict=True):
+        asked.num_drafting = len(tasks)
+        for (sequence, entry, _), task, answer in zip(wanting, tasks, answers, strict=True):
             match answer:
                 case Proposal():
                     entry.num_rows = task.anchor_position
@@ -307,24 +300,3 @@ class DraftedDecoding:
             self._report.plain["no_proposal"] += 1
         told.num_proposed, told.confidences = len(drafts), proposal.confidences[: len(drafts)]
         sequence.drafts = drafts
-
-    def _task(self, sequence: Sequence, told: _Told, num_wanted: int) -> DraftTask:
-        """The rows that the drafter lacks, as far as they are here: row i goes with token i + 1."""
-        newest = len(sequence.token_ids) - 1
-        first = min(told.num_rows, newest)
-        num_missing = self._rows.num_missing(self._slots(sequence, first, newest))
-        first += num_missing
-        end = min(newest, first + _MAX_ROWS)
-        return DraftTask(
-            key=told.key,
-            first_position=first,
-            rows=self._rows.read(self._slots(sequence, first, end)),
-            next_token_ids=tuple(sequence.token_ids[first + 1 : end + 1]),
-            anchor_id=sequence.token_ids[end],
-            num_wanted=num_wanted if end == newest else 0,
-            sampling=told.drawn_at(end),
-            starts_cold=num_missing > 0,
-        )
-
-    def _slots(self, sequence: Sequence, first: int, end: int) -> LogicalSlots:
-        return slots_of(sequence.pages, np.arange(first, end), self._page_size)

@@ -23,6 +23,7 @@ from kvbraid.engine.events import (
     TokensReady,
 )
 from kvbraid.engine.kv_exchange import TransferProgress
+from kvbraid.engine.news import News
 from kvbraid.engine.rank_executor import RankExecutor, StepOutput
 from kvbraid.engine.scheduler import Scheduler
 from kvbraid.engine.sequence import EngineRequest, Sequence, SequenceKey, Status
@@ -80,18 +81,21 @@ class Engine:
         on_event: Callable[[EngineEvent], None],
         on_step: Callable[[StepReport], None],
         speculation: Speculation | None = None,
+        is_device_apart: bool = False,
     ) -> None:
+        """is_device_apart: steps run on a device that the host does not compute for."""
         self._scheduler = scheduler
         self._executor = executor
         self._channel = channel
-        self._on_event = on_event
-        self._on_step = on_step
+        self._news = News(on_event, on_step, may_wait=is_device_apart)
         self._speculation = speculation or PlainDecoding()
+        executor.on_launched = self._meanwhile
         self._messages: deque[Callable[[], None]] = deque()
         self._awake = threading.Event()
         self._report_waiters: list[Callable[[NDArray[np.int64]], None]] = []
         self._confirm_waiters: list[Callable[[], None]] = []
-        self.last_step_s = time.monotonic()
+        self._last_step_s = time.monotonic()
+        self._is_asleep = True
 
     # -- from any thread ------------------------------------------------------------------
 
@@ -129,19 +133,33 @@ class Engine:
         """Whether requests or messages are queued or running."""
         return bool(self._messages or self._scheduler.num_running or self._scheduler.num_waiting)
 
+    @property
+    def step_age_s(self) -> float:
+        """Seconds that the engine has been in its step; 0 while it sleeps for want of work."""
+        return 0.0 if self._is_asleep else time.monotonic() - self._last_step_s
+
     # -- engine thread --------------------------------------------------------------------
 
     def run(self) -> None:
         """Steps until `stop`; returns after every rank was told."""
+        self._note_step()
         stopped = False
-        while not stopped:
-            while self._messages:
-                self._messages.popleft()()
-            plan = self._plan()
-            if plan.is_empty:
-                self._wait()
-            else:
-                stopped = self._step(plan)
+        try:
+            while not stopped:
+                while self._messages:
+                    self._messages.popleft()()
+                plan = self._plan()
+                if plan.is_empty:
+                    self._wait()
+                else:
+                    stopped = self._step(plan)
+        finally:
+            self._news.flush()
+
+    def _meanwhile(self) -> None:
+        """The forward pass of a step is launched."""
+        self._news.flush()
+        self._speculation.meanwhile()
 
     def _post(self, message: Callable[[], None]) -> None:
         self._messages.append(message)
@@ -159,15 +177,25 @@ class Engine:
         )
 
     def _wait(self) -> None:
-        self.last_step_s = time.monotonic()
+        self._news.flush()
         if not self._executor.move_rows():
+            self._is_asleep = True
             self._awake.wait(_IDLE_WAIT_S)
+        self._note_step()
         self._awake.clear()
+
+    def _note_step(self) -> None:
+        # In this order: whoever reads in between sees an engine that sleeps.
+        self._last_step_s = time.monotonic()
+        self._is_asleep = False
 
     def _step(self, plan: StepPlan) -> bool:
         began = time.monotonic()
         if self._channel.num_receivers > 0:
             self._channel.send(plan.encode())
+        if plan.extends or not plan.has_compute:
+            # Chunks are launched kernel by kernel, which takes long; without compute nothing is.
+            self._news.flush()
         output = self._executor.execute(plan)
         self._announce_grants()
         num_drafts = {d.slot: len(d.drafts) for d in plan.decodes}
@@ -182,15 +210,19 @@ class Engine:
         if output.progress is not None:
             self._follow_transfers(plan, output.progress)
         self._answer_waiters(output)
-        self.last_step_s = time.monotonic()
+        self._note_step()
         if plan.has_compute:
-            self._report(plan, sum(num for _, num in taken), self.last_step_s - began)
-        elif plan.collect and not self._messages:
+            self._report(plan, sum(num for _, num in taken), self._last_step_s - began)
+            return output.stopped
+        self._news.flush()
+        if plan.collect and not self._messages:
             self._awake.wait(_TRANSFER_POLL_S)
             self._awake.clear()
         return output.stopped
 
     def _answer_waiters(self, output: StepOutput) -> None:
+        if self._confirm_waiters:
+            self._news.flush()
         confirmed, self._confirm_waiters = self._confirm_waiters, []
         for confirm in confirmed:
             confirm()
@@ -207,7 +239,8 @@ class Engine:
                 sequence.is_granted = True
                 cached = sequence.num_cached_tokens or 0
                 grant = replace(sequence.grant, draft=self._speculation.open_grant(sequence))
-                self._on_event(GrantReady(sequence.request.key, grant, cached))
+                self._news.tell(GrantReady(sequence.request.key, grant, cached))
+                self._news.flush()  # another worker waits for it
 
     def _deliver(
         self, sequence: Sequence, num_new: int, num_drafts: int, output: StepOutput
@@ -224,7 +257,7 @@ class Engine:
             self._finish(sequence)
         elif sequence.request.destination is not None:
             sequence.status = Status.SENDING
-        self._on_event(TokensReady(sequence.request.key, chunk, sequence.num_cached_tokens or 0))
+        self._news.tell(TokensReady(sequence.request.key, chunk, sequence.num_cached_tokens or 0))
 
     def _follow_transfers(self, plan: StepPlan, progress: NDArray[np.int64]) -> None:
         by_id = {s.grant.transfer_id: s for s in self._scheduler.live if s.grant is not None}
@@ -248,14 +281,14 @@ class Engine:
                 sequence.has_all_rows = True
                 num_bytes = sum(rank.num_bytes for rank in ranks)
                 seconds = time.monotonic() - (sequence.admitted_s or sequence.arrived_s)
-                self._on_event(RowsReceived(sequence.request.key, num_bytes, seconds))
+                self._news.tell(RowsReceived(sequence.request.key, num_bytes, seconds))
             self._resume_if_ready(sequence)
         elif sequence.status is Status.SENDING:
             now = time.monotonic()
             admitted = sequence.admitted_s or now
             computed = sequence.computed_s or now
             self._finish(sequence)
-            self._on_event(
+            self._news.tell(
                 PromptSent(
                     key=sequence.request.key,
                     num_bytes=sum(rank.num_bytes for rank in ranks),
@@ -274,7 +307,7 @@ class Engine:
         try:
             self._scheduler.submit(request)
         except KVBraidError as error:
-            self._on_event(RequestFailed(request.key, error))
+            self._news.tell(RequestFailed(request.key, error))
 
     def _start_received(self, key: SequenceKey, transfer_id: bytes, token_id: int) -> None:
         sequence = self._scheduler.find(key)
@@ -294,14 +327,14 @@ class Engine:
             self._finish(sequence)
             cached = sequence.num_cached_tokens or 0
             aborted = TokenChunk((), (), FinishReason.ABORT)
-            self._on_event(TokensReady(key, aborted, cached))
+            self._news.tell(TokensReady(key, aborted, cached))
         # The release travels in the next plan; answering after it means that no rank can write.
         self._confirm_waiters.append(lambda: done(sequence is not None))
 
     def _fail(self, sequence: Sequence, error: KVBraidError) -> None:
         self._scheduler.wasted_tokens["failed"] += sequence.num_computed_tokens
         self._finish(sequence)
-        self._on_event(RequestFailed(sequence.request.key, error))
+        self._news.tell(RequestFailed(sequence.request.key, error))
 
     def _finish(self, sequence: Sequence) -> None:
         self._scheduler.finish(sequence)
@@ -315,7 +348,7 @@ class Engine:
     def _report(self, plan: StepPlan, num_sampled: int, seconds: float) -> None:
         scheduler = self._scheduler
         waits, scheduler.queue_waits_s = tuple(scheduler.queue_waits_s), []
-        self._on_step(
+        self._news.report(
             StepReport(
                 seconds=seconds,
                 num_decodes=len(plan.decodes),

@@ -11,12 +11,11 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
 from torch import Tensor
 
 from kvbraid.engine.sequence import Sequence, SequenceKey
 from kvbraid.engine.step_plan import StepPlan
-from kvbraid.kv.slots import slots_of
+from kvbraid.kv.slots import slots_between
 from kvbraid.speculative.fused_rows import FusedRows
 from kvbraid.transport.draft_grant import DraftGrant
 
@@ -78,6 +77,9 @@ class PromptRows:
     def verified(self, plan: StepPlan, tokens: Mapping[int, Seq[int]], seconds: float) -> None:
         """See Speculation: nothing was drafted."""
 
+    def meanwhile(self) -> None:
+        """See Speculation: nothing."""
+
     def drop(self, sequence: Sequence) -> None:
         """See Speculation. What is pushed already arrives; an unfinished prompt is given up."""
         pushed = self._pushed.pop(sequence.request.key, None)
@@ -97,13 +99,13 @@ class PromptRows:
         end = min(sequence.num_computed_tokens, len(sequence.token_ids) - 1)
         if end <= first:
             return
-        slots = slots_of(sequence.pages, np.arange(first, end), self._page_size)
+        slots = slots_between(sequence.pages, first, end, self._page_size)
         num_missing = self._rows.num_missing(slots) if first == 0 else 0
         begin = first + num_missing
         self._outlet.push(
             pushed.grant.transfer_id,
             begin,
-            self._rows.read(slots_of(sequence.pages, np.arange(begin, end), self._page_size)),
+            self._rows.read(slots_between(sequence.pages, begin, end, self._page_size)),
             sequence.token_ids[begin + 1 : end + 1],
             starts_cold=num_missing > 0,
         )

@@ -28,6 +28,11 @@ class QuietSteps:
         """So many more steps of these sequences need no plan."""
         self._sequences, self._num_left = decoding, num_steps
 
+    @property
+    def is_allowed(self) -> bool:
+        """Whether the next step may be one, should the sequences be the same."""
+        return self._num_left > 0
+
     def begin(self, decoding: Seq[Sequence]) -> bool:
         """Whether the next step, of these sequences, is quiet."""
         if self._num_left <= 0 or len(decoding) != len(self._sequences):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -70,6 +70,8 @@ class RankExecutor:
         self._exchange = exchange
         self._control_group = control_group
         self._guard = guard
+        # Called in each step that computes, when its forward pass is launched.
+        self.on_launched: Callable[[], None] = lambda: None
 
     def execute(self, plan: StepPlan) -> StepOutput:
         """Run one plan. Every rank of the worker executes the same plans in the same order."""
@@ -129,6 +131,7 @@ class RankExecutor:
         logits = self.runner.forward(decode, extends)
         for extend in extends:
             self._exchange.rows_computed(extend.slot, extend.start + extend.length)
+        self.on_launched()
         windows = list(zip(decode.sequences, decode.drafts, strict=True))
         windows += [(self._state[e.slot], ()) for e in extends if e.sample]
         return self._sample(logits, windows) if windows else StepOutput()

@@ -98,13 +98,16 @@ class Scheduler:
 
     @property
     def num_waiting_tokens(self) -> int:
-        """Prompt tokens of waiting sequences, plus those not computed yet of running ones.
+        """Prompt tokens that are to be computed here: of waiting sequences, unless their rows come
+        from elsewhere, and the rest of running ones; the newest token of a decoding one is none.
 
         Other threads may ask: a deque that changes while it is iterated raises, a copy does not.
         """
         active, waiting = tuple(self._active), tuple(self._waiting)
-        running = sum(s.num_uncomputed_tokens for s in active if s.status is Status.RUNNING)
-        return sum(len(s.token_ids) for s in waiting) + running
+        begun = [s for s in active if s.status is Status.RUNNING and not s.can_decode]
+        return sum(len(s.token_ids) for s in waiting if not s.awaits_rows) + sum(
+            s.num_uncomputed_tokens for s in begun
+        )
 
     @property
     def active(self) -> list[Sequence]:

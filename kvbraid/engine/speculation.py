@@ -48,6 +48,11 @@ class Speculation(Protocol):
         """The step is executed: its new tokens by engine slot, and what it took."""
         ...
 
+    def meanwhile(self) -> None:
+        """The next step is launched, its tokens are not there yet: time for what nobody waits
+        for."""
+        ...
+
     def drop(self, sequence: Sequence) -> None:
         """The sequence has ended."""
         ...
@@ -64,6 +69,9 @@ class PlainDecoding:
         """Nothing."""
 
     def verified(self, plan: StepPlan, tokens: Mapping[int, Seq[int]], seconds: float) -> None:
+        """Nothing."""
+
+    def meanwhile(self) -> None:
         """Nothing."""
 
     def drop(self, sequence: Sequence) -> None:

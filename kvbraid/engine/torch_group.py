@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from kvbraid.address import join_address
 from kvbraid.engine.rank_lost import RankLostError
 from kvbraid.engine.ranks import RankContext
 from kvbraid.engine.shared_memory import check_splits
@@ -119,7 +120,7 @@ def connect(backend: str, context: RankContext, timeout_s: float) -> None:
     with failures_as_rank_lost():
         dist.init_process_group(
             backend,
-            init_method=f"tcp://{context.master_addr}:{context.master_port}",
+            init_method=f"tcp://{join_address(context.master_addr, context.master_port)}",
             rank=context.rank,
             world_size=context.world_size,
             timeout=timedelta(seconds=timeout_s),

@@ -103,13 +103,15 @@ class StripedPagePool:
         self._mover = row_mover(self._stores, stripe)
 
     def _new_store(self, width: int) -> RowStore:
-        spec = self.spec
-        shape = (spec.num_layers, self.num_pages * self.stripe.page_size, spec.num_heads)
-        rows = torch.zeros(*shape, width, dtype=spec.dtype, device=self.device)
+        spec, page_size = self.spec, self.stripe.page_size
+        shape = (spec.num_layers, self.num_pages * page_size, spec.num_heads, width)
+        rows = torch.zeros(shape, dtype=spec.dtype, device=self.device)
         if spec.scale_mode == "none":
             return RowStore(rows)
-        scales = shape if spec.scale_mode == "per_token" else (spec.num_layers, 1)
-        return RowStore(rows, torch.ones(scales, device=self.device))
+        per_layer: tuple[int, ...] = (1,)
+        if spec.scale_mode == "per_token":
+            per_layer = (self.num_pages, spec.num_heads, page_size)
+        return RowStore(rows, torch.ones(spec.num_layers, *per_layer, device=self.device))
 
     @property
     def num_slots(self) -> int:
@@ -142,9 +144,14 @@ class StripedPagePool:
         pages = (self.num_pages, self.stripe.page_size)
         rows = [store.rows[layer] for store in self._stores]
         if self.spec.kind == "mla":
-            return MLACache(rows[0].view(*pages, -1), _scale_of(self._stores[0], layer, pages))
+            scale = self._stores[0].scale
+            if scale is not None:
+                scale = scale[layer].view(pages if self._stores[0].is_per_token else (1,))
+            return MLACache(rows[0].view(*pages, -1), scale)
+        key_scale, value_scale = (
+            None if store.scale is None else store.scale[layer] for store in self._stores
+        )
         heads = (*pages, self.spec.num_heads)
-        key_scale, value_scale = (_scale_of(store, layer, heads) for store in self._stores)
         key, value = (tensor.view(*heads, tensor.shape[-1]) for tensor in rows)
         return GQACache(key, value, key_scale, value_scale)
 
@@ -162,6 +169,14 @@ class StripedPagePool:
             return self._mover.plan(ids)
         self._mover.refill(into, ids)
         return into
+
+    def write_plan_parts(self, plan: WritePlan, size: int) -> list[WritePlan]:
+        """`plan` as plans of `size` consecutive tokens each, for writes one after the other. They
+        share its memory: what refills it refills them.
+
+        Raises ValueError where size does not divide the plan, and in a pool of several ranks.
+        """
+        return self._mover.parts(plan, size)
 
     def write(
         self, layer: int, plan: WritePlan, *rows: Tensor, rotation: Rotation | None = None
@@ -258,13 +273,6 @@ class StripedPagePool:
         for name, part, size in _named_ranges(layers, heads, self.spec):
             if part.step != 1 or not 0 <= part.start <= part.stop <= size:
                 raise ValueError(f"{name} {part} is outside [0, {size})")
-
-
-def _scale_of(store: RowStore, layer: int, shape: tuple[int, ...]) -> Tensor | None:
-    """The layer's scale as attention reads it: [1], or one a row in `shape`."""
-    if store.scale is None:
-        return None
-    return store.scale[layer].view(shape if store.is_per_token else (1,))
 
 
 def _named_ranges(layers: range, heads: range, spec: KvSpec) -> Iterator[tuple[str, range, int]]:

@@ -72,6 +72,26 @@ def slots_of(
     return LogicalSlots(table[pages] * logical_page_size + offsets)
 
 
+def slots_between(
+    pages: Sequence[int], first: int, end: int, logical_page_size: int
+) -> LogicalSlots:
+    """Logical slots of positions [first, end) of a sequence with these logical pages, in order.
+
+    Takes as long as the range is, not the sequence. Raises ValueError when it leaves the pages.
+    """
+    if not 0 <= first <= end <= len(pages) * logical_page_size:
+        raise ValueError(
+            f"positions [{first}, {end}) are outside of {len(pages)} pages of {logical_page_size}"
+        )
+    first_page = first // logical_page_size
+    used = np.array(pages[first_page : -(-end // logical_page_size)], dtype=np.int64)
+    positions = np.arange(first, end)
+    offsets = positions % logical_page_size
+    return LogicalSlots(
+        used[positions // logical_page_size - first_page] * logical_page_size + offsets
+    )
+
+
 def slots_of_tokens(
     page_table: IntArray, sequence_rows: IntArray, positions: IntArray, logical_page_size: int
 ) -> LogicalSlots:

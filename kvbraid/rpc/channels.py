@@ -12,12 +12,11 @@ from typing import Self
 
 import grpc
 
+from kvbraid.rpc.tls import Caller
 from kvbraid.settings import ServerSettings
 
-ChannelOptions = list[tuple[str, int]]
 
-
-def channel_options(settings: ServerSettings) -> ChannelOptions:
+def channel_options(settings: ServerSettings) -> list[tuple[str, int | str]]:
     """Client options. A frozen peer is found after keepalive + keepalive timeout (about 2 s).
 
     ping_timeout_ms must be set as well: left alone it is 60 s and overrules the keepalive timeout.
@@ -42,16 +41,19 @@ def channel_options(settings: ServerSettings) -> ChannelOptions:
 
 
 class ChannelPool:
-    """One channel an address. Not thread-safe: use it from the loop that made it."""
+    """One channel an address, over TLS as `settings.tls` says. Not thread-safe: use it from the
+    loop that made it."""
 
     def __init__(self, settings: ServerSettings) -> None:
+        """Raises ConfigError for certificates that cannot be used."""
         self._options = channel_options(settings)
+        self._caller = Caller(settings.tls)
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     def channel(self, address: str) -> grpc.aio.Channel:
         """The channel to `address` (host:port), made on first use. The pool closes it."""
         if address not in self._channels:
-            self._channels[address] = grpc.aio.insecure_channel(address, options=self._options)
+            self._channels[address] = self._caller.open(address, self._options)
         return self._channels[address]
 
     async def forget(self, address: str) -> None:

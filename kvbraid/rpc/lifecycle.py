@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
 from kvbraid.errors import StartupError
+from kvbraid.rpc.certificates import check_tls, unfit_for_calls
 from kvbraid.rpc.parent import die_with_parent
 from kvbraid.rpc.server import RpcServer
 from kvbraid.settings import ServerSettings, load_settings
@@ -51,12 +52,16 @@ def run_service(
 ) -> int:
     """Load the settings, start logging, run `serve` in a fresh event loop, return the exit code.
 
-    A StartupError (bad setting, refused checkpoint, taken port) is one line on stderr and code 2.
+    A StartupError (bad setting, refused checkpoint or certificate, taken port) is one line on
+    stderr and code 2.
     """
     try:
         config = load_settings(config_class, argv, role=role)
         configure_logging(role=role, level=config.server.log_level)
         die_with_parent(config.server.parent_pid)
+        check_tls(config.server.tls)
+        if fault := unfit_for_calls(config.server.tls):
+            logger.warning("called processes that ask for a certificate refuse this one: %s", fault)
         return asyncio.run(serve(config))
     except StartupError as error:
         sys.stderr.write(f"kvbraid {role}: {error}\n")

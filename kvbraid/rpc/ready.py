@@ -10,13 +10,19 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class ReadyReport:
-    """Addresses (host:port) of a serving process; http is empty where there is no HTTP API."""
+    """Addresses (host:port) of a serving process.
+
+    http: empty where there is no HTTP API. health: of the plaintext health service, empty without
+    one. tls: whether grpc and http speak TLS.
+    """
 
     role: str
     pid: int
     grpc: str
     metrics: str
     http: str = ""
+    health: str = ""
+    tls: bool = False
 
     def to_json(self) -> str:
         """One line."""

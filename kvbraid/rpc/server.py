@@ -10,16 +10,21 @@ code = await run_until_signal(server)      # kvbraid.rpc.lifecycle
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import grpc
 from grpc_reflection.v1alpha import reflection
 
+from kvbraid.address import join_address
 from kvbraid.errors import StartupError
 from kvbraid.rpc.admission import Admission
 from kvbraid.rpc.health import SERVICE_NAME, RoleHealth
+from kvbraid.rpc.health_server import HealthServer
 from kvbraid.rpc.interceptors import ServiceInterceptor
+from kvbraid.rpc.ready import ReadyReport
+from kvbraid.rpc.tls import bind
 from kvbraid.settings import ServerSettings
 from kvbraid.telemetry.metrics import RpcMetrics
 
@@ -53,23 +58,34 @@ class RpcServer:
     `admission` is shared with whatever else takes requests in this process, such as an HTTP API.
     """
 
-    def __init__(self, *, role: str, settings: ServerSettings, metrics: RpcMetrics) -> None:
-        """To be called inside a running event loop."""
+    def __init__(
+        self,
+        *,
+        role: str,
+        settings: ServerSettings,
+        metrics: RpcMetrics,
+        options: Sequence[tuple[str, int]] = (),
+    ) -> None:
+        """To be called inside a running event loop. options: of gRPC, beside those of every
+        server."""
         self.role = role
         self.settings = settings
         self.port = 0
+        self.health_port = 0
         self.admission = Admission()
         self._health = RoleHealth(role)
         self._names = [SERVICE_NAME, reflection.SERVICE_NAME]
         self._server = grpc.aio.server(
             interceptors=[ServiceInterceptor(admission=self.admission, metrics=metrics)],
-            options=server_options(settings),
+            options=[*server_options(settings), *options],
         )
+        has_health_port = settings.health_port is not None
+        self._health_server = HealthServer(server_options(settings)) if has_health_port else None
 
     @property
     def address(self) -> str:
         """host:port that peers use, known after `start`."""
-        return f"{self.settings.reachable_host}:{self.port}"
+        return join_address(self.settings.reachable_host, self.port)
 
     @property
     def num_running(self) -> int:
@@ -89,22 +105,43 @@ class RpcServer:
     async def start(self) -> int:
         """Listen and return the bound port. Health stays NOT_SERVING.
 
-        Raises StartupError when host:port cannot be had.
+        Raises StartupError when a port cannot be had or a certificate cannot be used.
         """
         await self._health.attach(self._server)
         if self.settings.reflection:
             reflection.enable_server_reflection(self._names, self._server)
-        wanted = f"{self.settings.host}:{self.settings.port}"
+        wanted = join_address(self.settings.host, self.settings.port)
         try:
-            self.port = self._server.add_insecure_port(wanted)
+            self.port = bind(self._server, wanted, self.settings.tls)
+            if self._health_server is not None:
+                wanted = join_address(self.settings.host, self.settings.health_port or 0)
+                self.health_port = await self._health_server.start(self._health, wanted)
         except RuntimeError as error:
             raise StartupError(f"cannot listen on {wanted}: {error}") from error
         await self._server.start()
         return self.port
 
+    def ready_report(self, *, metrics: str, http: str = "") -> ReadyReport:
+        """What the ready file says of this process, known after `start`."""
+        host = self.settings.reachable_host
+        health = join_address(host, self.health_port) if self.health_port else ""
+        return ReadyReport(
+            role=self.role,
+            pid=os.getpid(),
+            grpc=self.address,
+            metrics=metrics,
+            http=http,
+            health=health,
+            tls=self.settings.tls.serves,
+        )
+
     async def set_serving(self, is_serving: bool) -> None:
         """Change what the health service says of this role."""
         await self._health.set_serving(is_serving)
+
+    async def set_live(self, is_live: bool) -> None:
+        """Change what the health service says of `live`."""
+        await self._health.set_live(is_live)
 
     async def drain(self) -> bool:
         """Health NOT_SERVING, refuse new calls, wait for the running ones up to drain_seconds.
@@ -116,7 +153,9 @@ class RpcServer:
         return await self.admission.wait_idle(self.settings.drain_seconds)
 
     async def stop(self) -> None:
-        """Close the port, cancel what still runs, and give its handlers a moment to unwind."""
+        """Close the ports, cancel what still runs, and give its handlers a moment to unwind."""
+        if self._health_server is not None:
+            await self._health_server.stop()
         await self._server.stop(None)
         await self.admission.wait_idle(_UNWIND_S)
 

@@ -23,10 +23,11 @@ from kvbraid.settings.sections import (
     ModelSettings,
     ParallelSettings,
     SchedulerSettings,
-    ServerSettings,
     SpeculativeSettings,
     TransferSettings,
 )
+from kvbraid.settings.server import ServerSettings
+from kvbraid.settings.tls import TlsSettings, tls_from_environment
 
 __all__ = [
     "ROLES",
@@ -37,8 +38,10 @@ __all__ = [
     "SchedulerSettings",
     "ServerSettings",
     "SpeculativeSettings",
+    "TlsSettings",
     "TransferSettings",
     "load_settings",
     "models_directory",
     "setting",
+    "tls_from_environment",
 ]

@@ -5,66 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from kvbraid.address import split_address
 from kvbraid.errors import ConfigError
 from kvbraid.settings.fields import ByteSize, setting
-
-
-@dataclass(frozen=True, slots=True)
-class ServerSettings:
-    """Where a process listens, how it drains and what it says."""
-
-    host: str = setting("127.0.0.1", "Address that every server of this process listens on.")
-    port: int = setting(
-        0, "gRPC port; 0 lets the system choose and the ready file tell.", minimum=0, maximum=65535
-    )
-    advertise_host: str = setting(
-        "", "Host name that peers should use; empty: the listening address."
-    )
-    metrics_port: int = setting(
-        0,
-        "Port of the Prometheus endpoint /metrics; 0 lets the system choose.",
-        minimum=0,
-        maximum=65535,
-    )
-    drain_seconds: float = setting(
-        30.0, "Time that running requests get to finish after SIGTERM.", unit="seconds", minimum=0
-    )
-    max_message_bytes: ByteSize = setting(
-        ByteSize(16 << 20),
-        "Largest gRPC message accepted.",
-        unit="bytes",
-        minimum=65536,
-        maximum=1 << 30,
-    )
-    keepalive_seconds: float = setting(
-        1.0, "Silence after which a peer is pinged.", unit="seconds", minimum=0.1, maximum=3600
-    )
-    keepalive_timeout_seconds: float = setting(
-        1.0,
-        "Unanswered ping after which the connection is dropped.",
-        unit="seconds",
-        minimum=0.1,
-        maximum=3600,
-    )
-    reflection: bool = setting(True, "Serve gRPC reflection.")
-    log_level: Literal["debug", "info", "warning", "error"] = setting(
-        "info", "Least severe log record that is written."
-    )
-    ready_file: str = setting(
-        "", "Written once the process serves: one JSON line with its addresses. Empty: none."
-    )
-    parent_pid: int = setting(
-        0, "Process whose end ends this one at once; 0: none. Linux only.", minimum=0
-    )
-
-    @property
-    def reachable_host(self) -> str:
-        """The host name that peers use. Raises ConfigError when it cannot be known."""
-        if self.advertise_host:
-            return self.advertise_host
-        if self.host in ("0.0.0.0", "::", "[::]"):
-            raise ConfigError(f"host is {self.host}: advertise_host must say how peers reach it")
-        return self.host
+from kvbraid.settings.server import ServerSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,14 +46,21 @@ class ParallelSettings:
     attention_backend: str = setting("auto", "Attention backend; auto takes the best that fits.")
     cuda_graphs: Literal["auto", "always", "never"] = setting(
         "auto",
-        "Replay decode steps as CUDA graphs; auto: on GPUs where nothing stands against it; "
-        "always: the worker refuses to start otherwise.",
+        "Replay decode steps, and those of a drafter here, as CUDA graphs; auto: on GPUs where "
+        "nothing stands against it; always: the worker refuses to start otherwise.",
     )
     heartbeat_seconds: float = setting(
         2.0,
         "Silence after which a rank counts as dead and the worker stops.",
         unit="seconds",
         minimum=0.2,
+    )
+    engine_step_timeout_seconds: float = setting(
+        120.0,
+        "Longest engine step; a worker that is in one for longer is stuck: it gets no requests, "
+        "fails those it has, and is not live until the step ends.",
+        unit="seconds",
+        minimum=0.1,
     )
     threads_per_rank: int = setting(
         0, "CPU threads of a rank; 0 shares the cores among the ranks.", unit="threads", minimum=0
@@ -270,9 +221,8 @@ class SpeculativeSettings:
                 f"law of its drafts is not known here; accepted is exact_match, or an "
                 f"embedded drafter"
             )
-        host, separator, port = self.draft_worker.rpartition(":")
-        if self.draft_worker and not (host and separator and port.isdecimal()):
-            raise ConfigError(f"draft_worker is {self.draft_worker!r}, accepted: host:port")
+        if self.draft_worker:
+            split_address(self.draft_worker, "draft_worker")
 
     @property
     def checkpoint(self) -> str:

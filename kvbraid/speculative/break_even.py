@@ -17,6 +17,7 @@ Deterministic: no clock and no random number is read here.
 
 from __future__ import annotations
 
+import math
 from enum import Enum, StrEnum
 
 import numpy as np
@@ -79,12 +80,12 @@ class BreakEven:
         self._interval = _FIRST_INTERVAL // 2
         self._steps = 0  # since the last stop or resumption
 
-    @property
-    def steps_to_probe(self) -> int:
-        """Steps until a probe is due; 0 while on or probing."""
+    def steps_to_probe(self, price: float) -> int:
+        """Plain steps until a probe of this price (see `decide`) is due; 0 while on or probing."""
         if self.reason is None or self.is_probing:
             return 0
-        return max(0, self._interval - self._steps)
+        unpaid = _MIN_PROBE_STEPS * price - self.credit
+        return max(0, self._interval - self._steps, math.ceil(unpaid / ALLOWANCE))
 
     def can_afford(self, price: float) -> bool:
         """Whether the balance covers a step that may lose `price` plain steps."""

@@ -3,58 +3,76 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from attention.kv_rows import WritePlan, on_device
-from kvbraid.speculative.draft_kv import DraftKv
-from kvbraid.speculative.draft_sequences import DraftSequence
+from attention.kv_rows import on_device
+from kvbraid.speculative.draft_compute import Context
+from kvbraid.speculative.draft_kv import DraftKv, Int64Array
+from kvbraid.speculative.draft_session import Admitted
 
 MAX_CHUNK_ROWS = 2048
 
 
-class SequenceRows(NamedTuple):
-    """rows [m, d] of positions [first_position, first_position + m) of one sequence."""
+@dataclass(frozen=True, slots=True)
+class ContextRows:
+    """All rows that a step brings, sequence by sequence.
 
-    sequence: DraftSequence
-    first_position: int
+    rows: [T, d], of any dtype and device. next_token_ids, positions, kept_slots: as in `Context`.
+    slots, indices: sequence of each row and its place there. All int64 [T].
+    """
+
     rows: Tensor
+    next_token_ids: Int64Array
+    positions: Int64Array
+    kept_slots: Int64Array
+    slots: Int64Array
+    indices: Int64Array
+
+    @classmethod
+    def of(cls, admitted: Sequence[Admitted], spare_slot: int) -> ContextRows | None:
+        """None where no task brings a row. spare_slot: the KV's."""
+        bringing = [item for item in admitted if item.task.next_token_ids]
+        if not bringing:
+            return None
+        tasks = [item.task for item in bringing]
+        counts = np.array([len(task.next_token_ids) for task in tasks])
+        ends = counts.cumsum()
+        own_slots = np.array([item.sequence.slot for item in bringing])
+        firsts = np.array([task.first_position for task in tasks])
+        bases = np.array([item.sequence.base for item in bringing])
+        # Row t of the step is row t - (end - count) of its sequence's.
+        positions = np.arange(ends[-1]) + np.repeat(firsts - (ends - counts), counts)
+        kept_slots = np.full(ends[-1], spare_slot)
+        kept_slots[ends - 1] = own_slots
+        ids = chain.from_iterable(task.next_token_ids for task in tasks)
+        return cls(
+            rows=join_rows([task.rows for task in tasks]),
+            next_token_ids=np.fromiter(ids, np.int64, int(ends[-1])),
+            positions=positions,
+            kept_slots=kept_slots,
+            slots=np.repeat(own_slots, counts),
+            indices=positions - np.repeat(bases, counts),
+        )
+
+    def __len__(self) -> int:
+        return len(self.positions)
 
 
-class ContextChunk(NamedTuple):
-    """Some of a step's rows. span: which, counted over all sequences in order. rows: [T, d] in
-    the drafter's dtype. positions: absolute, int64 [T], on the device."""
-
-    span: slice
-    rows: Tensor
-    positions: Tensor
-    write_plan: WritePlan
-
-
-def context_chunks(
-    parts: Sequence[SequenceRows], kv: DraftKv, dtype: torch.dtype
-) -> Iterator[ContextChunk]:
-    """All rows of `parts` in order, at most MAX_CHUNK_ROWS at a time; pages must be there."""
-    parts = [part for part in parts if len(part.rows)]
-    if not parts:
-        return
-    counts = [len(part.rows) for part in parts]
-    positions = np.concatenate(
-        [np.arange(p.first_position, p.first_position + len(p.rows)) for p in parts]
-    )
-    bases = np.repeat([part.sequence.base for part in parts], counts)
-    slots = np.repeat([part.sequence.slot for part in parts], counts)
-    rows = join_rows([part.rows for part in parts])
-    for start in range(0, len(rows), MAX_CHUNK_ROWS):
+def context_chunks(context: ContextRows, kv: DraftKv, dtype: torch.dtype) -> Iterator[Context]:
+    """All rows in order, at most MAX_CHUNK_ROWS at a time; pages must be there."""
+    for start in range(0, len(context), MAX_CHUNK_ROWS):
         span = slice(start, start + MAX_CHUNK_ROWS)
-        yield ContextChunk(
-            span,
-            rows[span].to(kv.device, dtype, non_blocking=True),
-            on_device(positions[span], kv.device),
-            kv.write_plan(slots[span], positions[span] - bases[span]),
+        yield Context(
+            context.rows[span].to(kv.device, dtype, non_blocking=True),
+            on_device(context.next_token_ids[span], kv.device),
+            on_device(context.positions[span], kv.device),
+            on_device(context.kept_slots[span], kv.device),
+            kv.write_plan(context.slots[span], context.indices[span]),
         )
 
 

@@ -5,6 +5,7 @@ Rows are indexed from 0 in each sequence, whatever the absolute position of its 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from attention.dcp import DcpAttention, DecodePlan
-from attention.dispatch import AttentionNeeds, UnsupportedCombination, choose
+from attention.dispatch import AttentionChoice, AttentionNeeds, UnsupportedCombination, choose
 from attention.interface import DecodeBatch, GQACache, LatentExpansion, MLACache
 from attention.kv_rows import WritePlan
 from attention.layout import HeadLayout, StripeLayout
@@ -21,13 +22,13 @@ from attention.single_group import SingleGroup
 from kvbraid.errors import ConfigError
 from kvbraid.kv.page_allocator import PageAllocator
 from kvbraid.kv.page_pool import KvSpec, StripedPagePool
-from kvbraid.kv.slots import slots_of_tokens
+from kvbraid.kv.slots import LogicalSlots, slots_of_tokens
 from kvbraid.speculative.draft_attention import attention_geometry
 from kvbraid.speculative.drafter_config import DrafterConfig
 
 Int64Array = NDArray[np.int64]
 
-_WINDOW_MASK = "full"
+WINDOW_MASK = "full"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,10 @@ class DraftStep:
 
 
 class DraftKv:
-    """Pool, pages and attention of all sequences of one drafter. Used by one thread."""
+    """Pool, pages and attention of all sequences of one drafter. Used by one thread.
+
+    spare_slot: one that no sequence has, behind those of all.
+    """
 
     def __init__(
         self,
@@ -72,8 +76,10 @@ class DraftKv:
         page_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        attention_for: Callable[[AttentionNeeds], AttentionChoice] = choose,
     ) -> None:
         """window: tokens a sequence that one forward runs, all of which see one another.
+        attention_for: chooses a backend, or raises UnsupportedCombination.
 
         Raises ConfigError where sizes are impossible or no attention backend serves the drafter.
         """
@@ -86,10 +92,13 @@ class DraftKv:
         self.page_size = page_size
         stripe = StripeLayout(1, 0, page_size)
         self.device = device
-        self._window = window
+        self.window = window
+        self.spare_slot = max_sequences
         self._page_size = page_size
+        self.attention = _attention(
+            config, stripe, window, max_sequences, dtype, device, attention_for
+        )
         self.pool = StripedPagePool(_spec(config, dtype), num_pages, stripe, device)
-        self._attention = _attention(config, stripe, window, max_sequences, dtype, device)
         self._allocator = PageAllocator(num_pages)
         # Rows are as long as the pool; what no sequence has used is never touched.
         self._page_table = np.zeros((max_sequences, num_pages), dtype=np.int32)
@@ -121,28 +130,39 @@ class DraftKv:
             self._allocator.release(self._page_table[slot, held + missing : held].tolist())
         self._num_pages[slot] = held + missing
 
-    def write_plan(self, slots: Int64Array, indices: Int64Array) -> WritePlan:
-        """Plan of writing row indices[t] of the sequence in slots[t]; both [T]."""
-        return self.pool.write_plan(
-            slots_of_tokens(self._page_table, slots, indices, self._page_size)
+    def logical_slots(self, slots: Int64Array, indices: Int64Array) -> LogicalSlots:
+        """Of row indices[t] of the sequence in slots[t]; both [T]."""
+        return slots_of_tokens(self._page_table, slots, indices, self._page_size)
+
+    def write_plan(
+        self, slots: Int64Array, indices: Int64Array, into: WritePlan | None = None
+    ) -> WritePlan:
+        """Plan of writing row indices[t] of the sequence in slots[t]; both [T]. into: as in
+        StripedPagePool.write_plan."""
+        return self.pool.write_plan(self.logical_slots(slots, indices), into)
+
+    def decode_batch(
+        self, slots: Int64Array, lengths: Int64Array, max_growth: int = 0
+    ) -> DecodeBatch:
+        """The last `window` of lengths[b] rows of the sequence in slots[b]. max_growth: rows by
+        which the page table reaches further."""
+        num_pages = -(-(int(lengths.max()) + max_growth) // self._page_size)
+        return DecodeBatch(
+            seq_lens=torch.from_numpy(lengths.astype(np.int32)),
+            page_table=torch.from_numpy(self._page_table[slots, :num_pages]),
+            window=self.window,
+            window_mask=WINDOW_MASK,
         )
 
     def plan_step(self, slots: Int64Array, lengths: Int64Array) -> DraftStep:
         """One forward of the last `window` of lengths[b] rows of the sequence in slots[b]."""
-        window = self._window
+        window = self.window
         indices = lengths[:, None] - window + np.arange(window)
-        num_pages = -(-int(lengths.max()) // self._page_size)
-        batch = DecodeBatch(
-            seq_lens=torch.from_numpy(lengths.astype(np.int32)),
-            page_table=torch.from_numpy(self._page_table[slots, :num_pages]),
-            window=window,
-            window_mask=_WINDOW_MASK,
-        )
         return DraftStep(
-            self._attention,
+            self.attention,
             self.pool,
             self.write_plan(np.repeat(slots, window), indices.ravel()),
-            self._attention.plan_decode(batch, self.device),
+            self.attention.plan_decode(self.decode_batch(slots, lengths), self.device),
         )
 
 
@@ -160,6 +180,7 @@ def _attention(
     max_sequences: int,
     dtype: torch.dtype,
     device: torch.device,
+    attention_for: Callable[[AttentionNeeds], AttentionChoice],
 ) -> DcpAttention:
     geometry = attention_geometry(config)
     num_kv_heads = 1 if config.mla is not None else config.num_kv_heads
@@ -172,11 +193,11 @@ def _attention(
         dtype=dtype,
         kv_dtype=dtype,
         operations=frozenset({"verify" if window > 1 else "decode"}),
-        window_mask=_WINDOW_MASK,
+        window_mask=WINDOW_MASK,
         max_batch_size=max_sequences,
     )
     try:
-        choice = choose(needs)
+        choice = attention_for(needs)
     except UnsupportedCombination as error:
         raise ConfigError(f"{config.dialect} drafter: {error}") from error
     return DcpAttention(

@@ -54,7 +54,8 @@ class Policy(Protocol):
 
     @property
     def steps_to_probe(self) -> int:
-        """Steps that no drafts are asked for, whatever comes, other requests apart."""
+        """Steps that no drafts are asked for, whatever comes; 0 where a new request may change
+        that."""
         ...
 
     def open(self) -> int:

@@ -40,6 +40,8 @@ _WORTH_TRYING = 1.02
 # What takes longer than this times its bound was a pause of the machine and says nothing.
 _PAUSE = 1.5
 _DRAFT_PAUSE = 4.0  # of drafting, which varies more: first drafts come with a prompt's rows
+# What choosing a width takes: not worth it where no width is that much faster than another.
+_RULE_SECONDS = 1.5e-4
 # A coarse clock may not have advanced.
 _CLOCK_TICK = 1e-9
 # Acceptance of a drafter as good as one may hope: below break-even with this, no probe helps.
@@ -72,6 +74,8 @@ class DraftPolicy:
         self._drafts_in_blocks = drafts_in_blocks
         self._last_reason = PlainReason.MEASURING
         self._may_probe = True
+        self._may_resume = True
+        self._probe_price = 0.0
 
     @property
     def is_drafting(self) -> bool:
@@ -81,9 +85,10 @@ class DraftPolicy:
     @property
     def steps_to_probe(self) -> int:
         """See Policy."""
-        if self.is_drafting or self._may_probe:
-            return self.break_even.steps_to_probe
-        return _NO_PROBE
+        return 0 if self.is_drafting or self._may_resume else self._steps_to_probe()
+
+    def _steps_to_probe(self) -> int:
+        return self.break_even.steps_to_probe(self._probe_price) if self._may_probe else _NO_PROBE
 
     def open(self) -> int:
         """A slot for a new sequence."""
@@ -132,6 +137,8 @@ class DraftPolicy:
             return 1
         if plan.is_trial:
             return min(plan.width, most + 1)
+        if step[most] - step[0] < _RULE_SECONDS:
+            return most + 1
         rates = self.rates.rates(np.array(slots))
         offered = within(np.array(num_drafts), self.max_draft_tokens)
         acceptance = np.where(offered, self._chances(rates, confidences), 0.0)
@@ -214,10 +221,17 @@ class DraftPolicy:
             untried = self._untried_width(len(slots), expected, hopeful, choice, likely)
             if untried is not None:
                 return self._drafts(untried, limits * pays, is_trial=True)
+        if choice.gain <= 1.0 and self._lacks_only_room(
+            np.where(pays[:, None], rates, 0.0), likely
+        ):
+            # No verdict on the drafter: these end soon.
+            return self._plain(len(slots), PlainReason.NOT_ALLOWED, num_same=_REVIEW_STEPS - 1)
         was_probing = self.break_even.is_probing
         probe = self._probe_choice(has_room, likely)
-        self._may_probe = probe.width > 1
-        price = likely[probe.width - 1] / likely[0] - 1.0 if self._may_probe else None
+        price = likely[probe.width - 1] / likely[0] - 1.0 if probe.width > 1 else None
+        # While on it was not looked for.
+        self._may_probe = self.is_drafting or price is not None
+        self._probe_price = price or 0.0
         verdict = self.break_even.decide(choice.gain, price, len(slots))
         if verdict is Verdict.PROBE and probe.width > 1:
             if not was_probing:
@@ -228,12 +242,24 @@ class DraftPolicy:
             joins, begins = self.gates.join(slots)
             self.rates.forget(slots[begins])
             return self._drafts(choice.width, limits * (pays | joins))
+        self._may_resume = self._pays_for_others(len(slots), likely)
         return self._plain(len(slots), self.break_even.reason, self._steps_without_review())
+
+    def _lacks_only_room(self, expected: FloatArray, likely: FloatArray) -> bool:
+        return self.is_drafting and self._choose(expected, likely).gain > 1.0
+
+    def _pays_for_others(self, size: int, likely: FloatArray) -> bool:
+        """Whether new sequences would draft: what has stopped it is these ones' own, their texts
+        or that they end soon."""
+        if self.break_even.reason is not PlainReason.BELOW_BREAK_EVEN:
+            return False
+        rates = np.broadcast_to(self.rates.shared, (size, self.max_draft_tokens))
+        return self._choose(rates, likely).gain > 1.0
 
     def _steps_without_review(self) -> int:
         if self.break_even.is_probing:
             return 0
-        return min(max(_REVIEW_STEPS, self.steps_to_probe), _LONGEST_REVIEW_STEPS) - 1
+        return min(max(_REVIEW_STEPS, self._steps_to_probe()), _LONGEST_REVIEW_STEPS) - 1
 
     def _seconds(self, size: int) -> tuple[FloatArray, FloatArray]:
         """Of a whole step by width, as estimated and bounded from below: two of [g + 1]."""

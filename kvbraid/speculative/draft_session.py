@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from kvbraid.speculative.draft_sequences import DraftSequence
 from kvbraid.speculative.proposal import Answer, DraftTask, Proposal
+
+if TYPE_CHECKING:
+    from kvbraid.speculative.draft_forward import DraftForward
 
 
 class Admitted(NamedTuple):
@@ -33,3 +36,11 @@ class DraftSession(Protocol):
         """Ingest the rows of all tasks, then draft for those that want drafts; one proposal a
         task, in order."""
         ...
+
+
+def ingest_and_draft(forward: DraftForward, admitted: Sequence[Admitted]) -> list[Proposal]:
+    """See DraftSession.run: what is the same for all kinds."""
+    forward.ingest(admitted)
+    drafting = [item for item in admitted if item.task.num_wanted > 0]
+    proposals = iter(forward.draft(drafting) if drafting else ())
+    return [next(proposals) if a.task.num_wanted > 0 else Proposal() for a in admitted]

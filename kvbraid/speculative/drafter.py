@@ -12,6 +12,7 @@ from kvbraid.model.config import ModelConfig
 from kvbraid.model.loader import SUPPORTED_DTYPES, open_checkpoint
 from kvbraid.model.tensor_source import TensorSource
 from kvbraid.model.weight_reader import WeightReader
+from kvbraid.speculative.draft_graphs import DraftGraphs
 from kvbraid.speculative.draft_kv import DraftKv
 from kvbraid.speculative.draft_session import DraftSession
 from kvbraid.speculative.drafter_config import AnyDrafterConfig, Eagle3Config
@@ -44,8 +45,8 @@ class Drafter(Protocol):
         """Where it runs."""
         ...
 
-    def open_session(self, kv: DraftKv, max_sequences: int) -> DraftSession:
-        """Drafting on a KV of this drafter's shape, with slots [0, max_sequences)."""
+    def open_session(self, kv: DraftKv, graphs: DraftGraphs | None = None) -> DraftSession:
+        """Drafting on a KV of this drafter's shape; in captured graphs where `graphs` are given."""
         ...
 
 

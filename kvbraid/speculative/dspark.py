@@ -15,9 +15,11 @@ from kvbraid.model.layers import Projection, load_norm
 from kvbraid.model.rope import Rotary
 from kvbraid.model.weight_reader import WeightReader
 from kvbraid.speculative.draft_attention import rope_width
+from kvbraid.speculative.draft_graphs import DraftGraphs, draft_forward
 from kvbraid.speculative.draft_kv import DraftKv
 from kvbraid.speculative.draft_layer import DraftLayer
 from kvbraid.speculative.drafter_config import DSparkConfig
+from kvbraid.speculative.dspark_compute import DSparkCompute
 from kvbraid.speculative.dspark_session import DSparkSession
 from kvbraid.speculative.markov_head import load_markov_head
 from kvbraid.speculative.vocabulary_weights import VocabularyWeights
@@ -75,9 +77,9 @@ class DSparkDrafter:
         logits = self._confidence.forward(inputs.flatten(0, 1)).float()
         return logits.sigmoid_().view(hidden.shape[:2])
 
-    def open_session(self, kv: DraftKv, max_sequences: int) -> DSparkSession:
+    def open_session(self, kv: DraftKv, graphs: DraftGraphs | None = None) -> DSparkSession:
         """See Drafter."""
-        return DSparkSession(self, kv)
+        return DSparkSession(self.config, draft_forward(DSparkCompute(self, kv), kv, graphs))
 
 
 def _load_confidence(reader: WeightReader, config: DSparkConfig) -> Projection | None:

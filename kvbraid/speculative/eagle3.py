@@ -16,9 +16,11 @@ from kvbraid.model.layers import load_norm
 from kvbraid.model.rope import Rotary
 from kvbraid.model.weight_reader import WeightReader
 from kvbraid.speculative.draft_attention import rope_width
+from kvbraid.speculative.draft_graphs import DraftGraphs, draft_forward
 from kvbraid.speculative.draft_kv import DraftKv
 from kvbraid.speculative.draft_layer import DraftLayer
 from kvbraid.speculative.drafter_config import Eagle3Config
+from kvbraid.speculative.eagle3_compute import Eagle3Compute
 from kvbraid.speculative.eagle3_session import Eagle3Session
 from kvbraid.speculative.vocabulary_weights import VocabularyWeights
 
@@ -67,9 +69,10 @@ class Eagle3Drafter:
         feature = normed if self.config.norm_output else hidden
         return Eagle3Output(feature, self.vocabulary.logits(normed))
 
-    def open_session(self, kv: DraftKv, max_sequences: int) -> Eagle3Session:
+    def open_session(self, kv: DraftKv, graphs: DraftGraphs | None = None) -> Eagle3Session:
         """See Drafter."""
-        return Eagle3Session(self, kv, max_sequences)
+        compute = Eagle3Compute(self, kv)
+        return Eagle3Session(compute, draft_forward(compute, kv, graphs), kv.spare_slot)
 
     def _pair(self, features: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
         """The layer's input [T, 2d] and the residual [T, d]."""

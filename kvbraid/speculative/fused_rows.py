@@ -52,7 +52,12 @@ class FusedRows:
         """num_slots: of the KV pool, the sink page included. Memory is touched as it is used."""
         self._fusion = fusion
         self._page_size = logical_page_size
-        self._rows = torch.empty(num_slots, fusion.fused_width, dtype=dtype)
+        self._dtype = dtype
+        # Bytes, for numpy knows no bfloat16. Its copies take one thread: torch's take all cores of
+        # the host, and waking those costs more than so few rows do.
+        self._rows: NDArray[np.uint8] = np.empty(
+            (num_slots, fusion.fused_width * dtype.itemsize), dtype=np.uint8
+        )
         # Whether rows of tokens computed now will be read; while they will not, none are kept.
         self.is_wanted = True
         self._tap_s = 0.0
@@ -83,7 +88,7 @@ class FusedRows:
     def put(self, slots: LogicalSlots, rows: Tensor) -> None:
         """Keep rows [n, d] that another worker has computed for the tokens in `slots`."""
         self._waiting.drop(slots.array)
-        self._rows[torch.from_numpy(slots.array)] = rows.to(device="cpu", dtype=self._rows.dtype)
+        self._rows[slots.array] = self._bytes(rows)
         self._is_held[slots.array] = True
 
     def take_tap_seconds(self) -> float:
@@ -98,13 +103,23 @@ class FusedRows:
 
     def num_missing(self, slots: LogicalSlots) -> int:
         """How many of `slots`, in order of position, end with one that has no row here."""
-        missing = np.flatnonzero(~self._is_held[slots.array])
-        return int(missing[-1]) + 1 if len(missing) else 0
+        is_held = self._is_held[slots.array]
+        if is_held.all():
+            return 0
+        return int(np.flatnonzero(~is_held)[-1]) + 1
 
     def read(self, slots: LogicalSlots) -> Tensor:
         """Their rows, [n, d], a copy. Every one must be held."""
         self._fuse_waiting()
-        return self._rows[torch.from_numpy(slots.array)]
+        found = torch.empty(len(slots), self._fusion.fused_width, dtype=self._dtype)
+        np.take(self._rows, slots.array, axis=0, out=found.view(torch.uint8).numpy())
+        return found
+
+    def _bytes(self, rows: Tensor) -> NDArray[np.uint8]:
+        """[n, d] in any place and dtype -> [n, bytes of a row]."""
+        kept = rows.to(device="cpu", dtype=self._dtype).contiguous()
+        found: NDArray[np.uint8] = kept.view(torch.uint8).numpy()
+        return found
 
     def _take_many(self, slots: NDArray[np.int64], taps: Tensor) -> None:
         self._fuse_waiting()
@@ -122,5 +137,5 @@ class FusedRows:
     @torch.inference_mode()
     def _fuse(self, taken: Taps) -> None:
         newest = taken.newest(self._page_size)
-        rows = self._fusion.fuse(taken.taps).to(device="cpu", dtype=self._rows.dtype)
-        self._rows[torch.from_numpy(taken.slots[newest])] = rows[torch.from_numpy(newest)]
+        rows = self._bytes(self._fusion.fuse(taken.taps))
+        self._rows[taken.slots[newest]] = rows[newest]

@@ -9,6 +9,8 @@ from collections.abc import Collection, Sequence
 
 import torch
 
+from attention.dispatch import choose
+from kvbraid.speculative.draft_graphs import DraftGraphs
 from kvbraid.speculative.draft_kv import DraftKv
 from kvbraid.speculative.draft_sequences import DraftSequences
 from kvbraid.speculative.draft_session import Admitted
@@ -33,12 +35,15 @@ class Proposer:
         num_kv_tokens: int,
         max_sequences: int,
         page_size: int = DEFAULT_PAGE_SIZE,
+        graphs: DraftGraphs | None = None,
     ) -> None:
-        """num_kv_tokens: rows that the KV has room for; page_size: rows of a page.
+        """num_kv_tokens: rows that the KV has room for; page_size: rows of a page. graphs: to
+        capture steps with; every kernel is launched anew without.
 
         Raises ConfigError for impossible sizes or where no attention backend serves the drafter.
         """
         self.config = drafter.config
+        self.max_sequences = max_sequences
         kv = DraftKv(
             drafter.config,
             window=drafter.window,
@@ -47,10 +52,11 @@ class Proposer:
             page_size=page_size,
             dtype=drafter.dtype,
             device=drafter.device,
+            attention_for=choose if graphs is None else graphs.attention_for,
         )
         self.kv = kv
         self._sequences = DraftSequences(kv, max_sequences)
-        self._session = drafter.open_session(kv, max_sequences)
+        self._session = drafter.open_session(kv, graphs)
 
     @property
     def max_draft_tokens(self) -> int:

@@ -11,17 +11,20 @@ from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, start_http_server
 
+from kvbraid.address import bare_host, join_address
+
 
 class MetricsEndpoint:
     """A running endpoint; a context manager that closes it."""
 
     def __init__(self, registry: CollectorRegistry, *, host: str, port: int) -> None:
-        """Listen on host:port; port 0 lets the system choose. Raises OSError when taken."""
+        """Listen on host, IPv6 too, and port; 0 lets the system choose. Raises OSError when
+        taken."""
         self._server: WSGIServer
         self._thread: Thread
-        self._server, self._thread = start_http_server(port, host, registry)
+        self._server, self._thread = start_http_server(port, bare_host(host), registry)
         self.port = self._server.server_port
-        self.address = f"{host}:{self.port}"
+        self.address = join_address(host, self.port)
 
     def close(self) -> None:
         """Stop listening."""

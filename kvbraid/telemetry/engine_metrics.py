@@ -38,7 +38,7 @@ class EngineMetrics:
         )  # fmt: skip
         self.waiting_prompt_tokens = Gauge(
             "kvbraid_engine_waiting_prompt_tokens",
-            "Prompt tokens not computed yet.",
+            "Prompt tokens that the worker has yet to compute itself.",
             registry=registry,
         )
         self.queue_seconds = Histogram(
@@ -63,7 +63,8 @@ class EngineMetrics:
             buckets=LENGTH_BUCKETS, registry=registry,
         )  # fmt: skip
         self.step_age_seconds = Gauge(
-            "kvbraid_engine_step_age_seconds", "Age of the last step while work is queued, else 0.",
+            "kvbraid_engine_step_age_seconds",
+            "How long the engine has been in its step; 0 while it sleeps for want of work.",
             registry=registry,
         )  # fmt: skip
         self.cancel_to_free_seconds = Histogram(

@@ -43,7 +43,7 @@ PATHS = ("handoff", "local")
 STEP_KINDS = ("extend", "decode", "mixed")
 PAGE_STATES = ("free", "active", "leased", "cached")
 WASTE_REASONS = ("preempted", "aborted", "failed")
-FALLBACK_REASONS = ("no_prefill_worker",)
+FALLBACK_REASONS = ("no_prefill_worker", "handoffs_failed")
 TTFT_PHASES = (
     "intake", "retry", "queue", "decode_admit", "prefill_queue", "prefill_compute",
     "prefill_delivery", "prefill", "local_prefill",

@@ -48,7 +48,8 @@ class ProcessMetrics:
             Counter(
                 "kvbraid_process_fallbacks_total",
                 "Times that a slower way was taken; no_prefill_worker: the decode worker computed "
-                "a prompt because no prefill worker was up.",
+                "a prompt because no prefill worker was up; handoffs_failed: it did because the "
+                "rows that prefill workers pushed did not get to it.",
                 ["reason"], registry=registry,
             ),
             reason=FALLBACK_REASONS,

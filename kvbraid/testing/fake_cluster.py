@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import AsyncExitStack
 from typing import Any, Self
 
+from kvbraid.settings import TlsSettings
 from kvbraid.testing.fake_decode import FakeDecodeWorker
 from kvbraid.testing.fake_prefill import FakePrefillWorker
 from kvbraid.testing.handoffs import Handoffs
@@ -20,13 +21,18 @@ class FakeCluster:
         num_prefill: int = 1,
         num_decode: int = 1,
         model: ToyModel | None = None,
+        tls: TlsSettings | None = None,
         **info: Any,
     ) -> None:
-        """info: fields of every worker's InfoResponse that differ from the defaults."""
+        """tls: of every worker; None: plaintext. info: fields of every worker's InfoResponse that
+        differ from the defaults."""
         self.model = model or ToyModel()
         handoffs = Handoffs()
-        self.prefill = [FakePrefillWorker(self.model, handoffs, **info) for _ in range(num_prefill)]
-        self.decode = [FakeDecodeWorker(self.model, handoffs, **info) for _ in range(num_decode)]
+        options = {"tls": tls, **info}
+        self.prefill = [
+            FakePrefillWorker(self.model, handoffs, **options) for _ in range(num_prefill)
+        ]
+        self.decode = [FakeDecodeWorker(self.model, handoffs, **options) for _ in range(num_decode)]
         self._stack = AsyncExitStack()
 
     @property

@@ -13,7 +13,7 @@ import grpc
 
 from kvbraid.kv.prefix_cache import HASH_BLOCK_TOKENS, block_hashes
 from kvbraid.rpc.server import RpcServer
-from kvbraid.settings import ServerSettings
+from kvbraid.settings import ServerSettings, TlsSettings
 from kvbraid.telemetry.metrics import WorkerMetrics
 from kvbraid.testing.lossy_proxy import LossyProxy
 from kvbraid.testing.toy_model import ToyModel
@@ -42,9 +42,10 @@ class FakeWorker(info_pb2_grpc.InfoServiceServicer):
 
     role = ""
 
-    def __init__(self, model: ToyModel, **info: Any) -> None:
-        """info: fields of InfoResponse that differ from the defaults here."""
+    def __init__(self, model: ToyModel, *, tls: TlsSettings | None = None, **info: Any) -> None:
+        """tls: None: plaintext. info: fields of InfoResponse that differ from the defaults here."""
         self.model = model
+        self._tls = tls or TlsSettings()
         self.faults: deque[Fault] = deque()
         self.active: set[tuple[str, int, int]] = set()
         self.num_calls = 0
@@ -62,7 +63,7 @@ class FakeWorker(info_pb2_grpc.InfoServiceServicer):
         self._cached: set[bytes] = set()
 
     async def __aenter__(self) -> Self:
-        settings = ServerSettings(drain_seconds=5.0)
+        settings = ServerSettings(drain_seconds=5.0, tls=self._tls)
         self.server = RpcServer(
             role=self.role, settings=settings, metrics=WorkerMetrics(self.role).rpc
         )

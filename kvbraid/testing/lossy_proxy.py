@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from typing import Self
+
+from kvbraid.address import split_address
 
 _CHUNK_BYTES = 1 << 16
 
 
 class LossyProxy:
-    """Forwards connections to `target` (host:port) until told otherwise."""
+    """Forwards connections to `targets` (host:port), each in turn, until told otherwise."""
 
-    def __init__(self, target: str) -> None:
-        self._host, _, port = target.rpartition(":")
-        self._port = int(port)
+    def __init__(self, *targets: str) -> None:
+        self._targets = itertools.cycle(targets)
         self._listen_port = 0
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
@@ -69,7 +71,8 @@ class LossyProxy:
     ) -> None:
         ends = [writer]
         try:
-            far_reader, far_writer = await asyncio.open_connection(self._host, self._port)
+            host, port = split_address(next(self._targets))
+            far_reader, far_writer = await asyncio.open_connection(host, port)
             ends.append(far_writer)
             self._writers.update(ends)
             async with asyncio.TaskGroup() as group:

@@ -29,7 +29,8 @@ class DraftPeer:
 
 @dataclass(frozen=True, slots=True)
 class DraftTerms:
-    """What a draft service has, see draft.proto. epoch: its incarnation."""
+    """What a draft service has, see draft.proto. epoch: its incarnation. address: its own,
+    host:port; empty where only the one that was called is known."""
 
     epoch: int
     drafter_kind: str
@@ -45,6 +46,7 @@ class DraftTerms:
     max_rows_per_message: int
     max_sequences: int
     max_position: int
+    address: str = ""
 
     @property
     def row_format(self) -> RowFormat:
@@ -117,6 +119,7 @@ def terms_to_proto(terms: DraftTerms) -> pb.DraftTerms:
         max_rows_per_message=terms.max_rows_per_message,
         max_sequences=terms.max_sequences,
         max_position=terms.max_position,
+        address=terms.address,
     )
 
 
@@ -159,6 +162,7 @@ def terms_from_proto(message: pb.DraftTerms) -> DraftTerms:
         max_rows_per_message=message.max_rows_per_message,
         max_sequences=message.max_sequences,
         max_position=message.max_position,
+        address=message.address,
     )
 
 

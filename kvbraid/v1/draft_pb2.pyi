@@ -189,6 +189,7 @@ class DraftTerms(_message.Message):
     MAX_SEQUENCES_FIELD_NUMBER: _builtins.int
     MAX_POSITION_FIELD_NUMBER: _builtins.int
     LOCAL_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Of this protocol."""
     epoch: _builtins.int
@@ -219,6 +220,10 @@ class DraftTerms(_message.Message):
     """Most sequences of one DraftStep."""
     max_position: _builtins.int
     """Positions are [0, max_position)."""
+    address: _builtins.str
+    """host:port of this very service, for prefill workers: the worker may have found it behind a name
+    that several share. Empty: the address that the worker called.
+    """
     @_builtins.property
     def tap_layers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """0-based target layers whose output makes a row, in order. Their number is the number of taps."""
@@ -246,10 +251,11 @@ class DraftTerms(_message.Message):
         max_sequences: _builtins.int = ...,
         max_position: _builtins.int = ...,
         local: Global___LocalSocketOffer | None = ...,
+        address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["local", b"local"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_vocab_size", b"draft_vocab_size", "drafter_digest", b"drafter_digest", "drafter_kind", b"drafter_kind", "epoch", b"epoch", "hidden_size", b"hidden_size", "local", b"local", "max_draft_tokens", b"max_draft_tokens", "max_position", b"max_position", "max_rows_per_message", b"max_rows_per_message", "max_sequences", b"max_sequences", "predicts_from_anchor", b"predicts_from_anchor", "protocol_version", b"protocol_version", "row_dtype", b"row_dtype", "tap_layers", b"tap_layers", "target_digest", b"target_digest", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "draft_vocab_size", b"draft_vocab_size", "drafter_digest", b"drafter_digest", "drafter_kind", b"drafter_kind", "epoch", b"epoch", "hidden_size", b"hidden_size", "local", b"local", "max_draft_tokens", b"max_draft_tokens", "max_position", b"max_position", "max_rows_per_message", b"max_rows_per_message", "max_sequences", b"max_sequences", "predicts_from_anchor", b"predicts_from_anchor", "protocol_version", b"protocol_version", "row_dtype", b"row_dtype", "tap_layers", b"tap_layers", "target_digest", b"target_digest", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -547,7 +553,7 @@ class DraftGrant(_message.Message):
     ROW_DTYPE_FIELD_NUMBER: _builtins.int
     MAX_ROWS_PER_MESSAGE_FIELD_NUMBER: _builtins.int
     address: _builtins.str
-    """host:port of the DraftService."""
+    """host:port of the DraftService: DraftTerms.address."""
     transfer_id: _builtins.bytes
     """DraftOpen.transfer_id."""
     incarnation: _builtins.int

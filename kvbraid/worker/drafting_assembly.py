@@ -21,12 +21,12 @@ from kvbraid.speculative.drafter_source import OpenedDrafter, open_drafter
 from kvbraid.speculative.embedded_drafting import EmbeddedDrafting
 from kvbraid.speculative.fixed_policy import FixedPolicy
 from kvbraid.speculative.fused_rows import FusedRows
-from kvbraid.speculative.proposer import Proposer
 from kvbraid.speculative.verify_budget import WidthRule
 from kvbraid.telemetry.speculation_metrics import SpeculationMetrics
 from kvbraid.transport.draft_terms import DraftPeer, DraftTerms
 from kvbraid.worker.drafter_terms import drafter_terms
 from kvbraid.worker.drafter_warm_up import warm_up_proposer
+from kvbraid.worker.proposer_assembly import build_proposer
 from kvbraid.worker.rank import Rank
 from kvbraid.worker.rank_assembly import BuiltRank, RankSettings
 from kvbraid.worker.receiving_drafting import ReceivingDrafting
@@ -86,25 +86,28 @@ def embedded_speculation(
     is one or a few layers, and rank 0 alone holds it.
     """
     config = open_drafter(settings.speculative.drafter, target).config
-    drafting = _embedded(settings, built, config)
+    drafting = _embedded(settings, built, config, max_model_len)
     return _drafted(settings, built, config, drafting, max_model_len, on_report)
 
 
 def _embedded(
-    settings: RankSettings, built: BuiltRank, config: AnyDrafterConfig
+    settings: RankSettings, built: BuiltRank, config: AnyDrafterConfig, max_model_len: int
 ) -> EmbeddedDrafting:
     speculative, max_num_seqs = settings.speculative, settings.scheduler.max_num_seqs
     logical_page = built.pool.stripe.logical_page_size
     num_pool_tokens = (built.num_pages - 1 + max_num_seqs) * logical_page
-    proposer = Proposer(
+    proposer = build_proposer(
         load_drafter(
             speculative.drafter, settings.model.model, dtype=built.dtype, device=built.device
         ),
+        cuda_graphs=settings.parallel.cuda_graphs,
         num_kv_tokens=speculative.draft_kv_tokens or num_pool_tokens,
         max_sequences=max_num_seqs,
+        max_len=max_model_len,
     )
-    warm_up_proposer(proposer, built.dtype, built.device)
-    return EmbeddedDrafting(proposer, speculative.num_drafts(config.max_draft_tokens))
+    max_drafts = speculative.num_drafts(config.max_draft_tokens)
+    warm_up_proposer(proposer, built.dtype, built.device, max_drafts)
+    return EmbeddedDrafting(proposer, max_drafts)
 
 
 async def _prompt_rows(rank: Rank, rows: FusedRows, stack: AsyncExitStack) -> PromptRows:
@@ -126,7 +129,9 @@ async def _receiving(rank: Rank, observer: OnReport) -> RankSpeculation:
     """A drafter of this worker's own; prefill workers push the rows of prompts to it."""
     settings = rank.settings
     opened = open_drafter(settings.speculative.checkpoint, rank.config)
-    embedded = await asyncio.to_thread(_embedded, settings, rank.built, opened.config)
+    embedded = await asyncio.to_thread(
+        _embedded, settings, rank.built, opened.config, rank.max_model_len
+    )
     drafting = ReceivingDrafting(
         embedded,
         _terms(rank, opened, embedded.max_draft_tokens),

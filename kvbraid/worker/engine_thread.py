@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import sys
 import threading
+import traceback
 from collections.abc import Callable
 
 import torch
@@ -48,6 +50,11 @@ class EngineThread:
     def start(self) -> None:
         """Begin."""
         self._thread.start()
+
+    def stack(self) -> str:
+        """Where the thread is now, as a traceback says it; empty when it does not run."""
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        return "".join(traceback.format_stack(frame)) if frame is not None else ""
 
     def _run(self) -> None:
         reason = ""

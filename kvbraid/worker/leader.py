@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -18,7 +17,7 @@ from kvbraid.errors import ConfigError
 from kvbraid.kv.page_allocator import PageAllocator
 from kvbraid.kv.prefix_cache import PrefixCache
 from kvbraid.rpc.lifecycle import run_until_signal
-from kvbraid.rpc.ready import ReadyReport, write_ready
+from kvbraid.rpc.ready import write_ready
 from kvbraid.rpc.server import RpcServer
 from kvbraid.telemetry.endpoint import MetricsEndpoint
 from kvbraid.telemetry.loop_lag import sample_loop_lag
@@ -28,6 +27,7 @@ from kvbraid.worker.drafter_check import check_drafter, check_prompt
 from kvbraid.worker.drafting_assembly import drafting_of
 from kvbraid.worker.endpoints import gather_endpoints
 from kvbraid.worker.engine_thread import EngineFailedError, EngineThread
+from kvbraid.worker.engine_watch import EngineWatch
 from kvbraid.worker.grant_issuer import GrantIssuer
 from kvbraid.worker.info_servicer import WorkerInfoServicer, add_info_service
 from kvbraid.worker.rank import Rank
@@ -71,8 +71,9 @@ async def lead(rank: Rank, add_services: AddServices) -> int:
         own = rank.ports.endpoint(rank.server.address)
         issuer.publish(await asyncio.to_thread(gather_endpoints, own, rank.control_group))
         await follow_ranks(rank.metrics, metrics_endpoint.address, rank.control_group)
-        num_threads = num_compute_threads(settings.parallel, rank.context.local_world_size)
-        thread = EngineThread(engine.run, loop, rank.built.device, num_threads)
+        device = rank.built.device
+        num_threads = num_compute_threads(settings.parallel, rank.context.local_world_size, device)
+        thread = EngineThread(engine.run, loop, device, num_threads)
         thread.finished.add_done_callback(lambda _: worker.streams.end())
         thread.start()
         background = [
@@ -89,7 +90,15 @@ async def lead(rank: Rank, add_services: AddServices) -> int:
                 limit_s = settings.speculative.draft_profile_seconds
                 await profile_costs(worker, speculation, prompt, limit_s=limit_s)
         await rank.server.set_serving(True)
-        report = ReadyReport(rank.role, os.getpid(), rank.server.address, metrics_endpoint.address)
+        watch = EngineWatch(
+            rank.server,
+            step_age_s=lambda: engine.step_age_s,
+            give_up=worker.streams.give_up,
+            stack=thread.stack,
+            timeout_s=settings.parallel.engine_step_timeout_seconds,
+        )
+        background.append(asyncio.create_task(watch.run()))
+        report = rank.server.ready_report(metrics=metrics_endpoint.address)
         write_ready(settings.server.ready_file, report)
         logger.info("serving", extra={"address": rank.server.address})
         code = await run_until_signal(rank.server, failure=thread.failure)
@@ -119,6 +128,7 @@ def _engine_and_worker(
         on_event=streams.deliver,
         on_step=StepObserver(rank.metrics),
         speculation=speculation,
+        is_device_apart=rank.built.device.type != "cpu",
     )
     streams.attach(engine)
     rank.ports.on_landed(engine.wake)

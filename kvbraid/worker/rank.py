@@ -215,5 +215,10 @@ def _max_model_len(asked: int, model_limit: int) -> int:
 
 
 def _rank_server(settings: ServerSettings, context: RankContext) -> ServerSettings:
-    """Rank r listens on port + r, or on whatever port the system gives."""
-    return replace(settings, port=settings.port and settings.port + context.rank)
+    """Rank r listens on port + r, or on whatever port the system gives; rank 0 answers for all
+    ranks to probes."""
+    return replace(
+        settings,
+        port=settings.port and settings.port + context.rank,
+        health_port=settings.health_port if context.rank == 0 else None,
+    )

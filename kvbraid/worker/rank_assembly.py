@@ -54,6 +54,7 @@ from kvbraid.worker.pool_assembly import build_pool, kv_spec
 
 logger = logging.getLogger(__name__)
 
+_MOST_THREADS_BESIDE_GPU = 4
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -139,10 +140,19 @@ def communicator_kind(context: RankContext, parallel: ParallelSettings) -> str:
     return "shared_memory" if context.is_one_host else "gloo"
 
 
-def num_compute_threads(parallel: ParallelSettings, local_world_size: int) -> int:
-    """Share the host's cores among its ranks; more threads than cores only wait for each other."""
+def num_compute_threads(
+    parallel: ParallelSettings, local_world_size: int, device: torch.device
+) -> int:
+    """Share the host's cores among its ranks; more threads than cores only wait for each other.
+
+    A rank on a GPU has small tensors and copies of KV on its host: waking a core for each piece of
+    them takes longer than the piece.
+    """
     cores = len(os.sched_getaffinity(0))
-    return parallel.threads_per_rank or max(1, cores // local_world_size)
+    share = max(1, cores // local_world_size)
+    return parallel.threads_per_rank or (
+        share if device.type == "cpu" else min(share, _MOST_THREADS_BESIDE_GPU)
+    )
 
 
 def build_rank(

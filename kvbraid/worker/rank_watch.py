@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 import torch
 
 from attention.interface import Group
+from kvbraid.address import join_address
 from kvbraid.settings import ServerSettings
 from kvbraid.telemetry.endpoint import MetricsEndpoint
 from kvbraid.telemetry.loop_lag import sample_loop_lag
@@ -39,7 +40,7 @@ async def served_rank(
     told. A collective with `follow_ranks`. Raises OSError when the port is taken."""
     port = server.metrics_port and server.metrics_port + rank
     with MetricsEndpoint(metrics.rank.registry, host=server.host, port=port) as endpoint:
-        address = f"{server.reachable_host}:{endpoint.port}"
+        address = join_address(server.reachable_host, endpoint.port)
         await asyncio.to_thread(gather_addresses, address, group)
         watching = asyncio.create_task(watch_rank(metrics, device))
         try:

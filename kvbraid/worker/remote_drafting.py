@@ -9,10 +9,8 @@ await drafting.stop()                       # I/O loop
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 
 from kvbraid.settings import SpeculativeSettings
@@ -20,7 +18,6 @@ from kvbraid.speculative.proposal import Answer, DraftTask, Proposal, Resync
 from kvbraid.telemetry.speculation_metrics import SpeculationMetrics
 from kvbraid.transport.draft_answers import AnsweredStep
 from kvbraid.transport.draft_grant import DraftGrant
-from kvbraid.transport.draft_step import MAX_DROPPED_KEYS
 from kvbraid.transport.draft_stream import DraftStream, SentStep
 from kvbraid.transport.draft_terms import DraftPeer
 from kvbraid.transport.grant import new_transfer_id
@@ -28,6 +25,7 @@ from kvbraid.transport.grpc_push import ChannelFactory
 from kvbraid.worker.circuit_breaker import CircuitBreaker
 from kvbraid.worker.draft_checks import checked_answer, within_terms
 from kvbraid.worker.draft_link import DraftLink
+from kvbraid.worker.ended_sequences import EndedSequences
 from kvbraid.worker.step_timeout import StepTimeout
 
 logger = logging.getLogger(__name__)
@@ -85,7 +83,7 @@ class RemoteDrafting:
         self._last_step: SentStep | None = None
         # Epoch of the service that last took rows of a sequence.
         self._held_in: dict[str, int] = {}
-        self._dropped: deque[str] = deque(maxlen=MAX_DROPPED_KEYS)
+        self._ended = EndedSequences()
         self._prober: asyncio.Task[None] | None = None
 
     # I/O loop
@@ -133,7 +131,7 @@ class RemoteDrafting:
     def drop(self, key: str) -> None:
         """See Drafting."""
         self._held_in.pop(key, None)
-        self._dropped.append(key)
+        self._ended.add(key)
 
     def open_grant(self, key: str, end_position: int) -> DraftGrant | None:
         """Permission for a prefill worker to push the rows [0, end_position) of the new sequence
@@ -142,7 +140,7 @@ class RemoteDrafting:
         if stream is None or self.is_away:
             return None
         grant = DraftGrant(
-            address=self._address,
+            address=stream.terms.address or self._address,
             transfer_id=new_transfer_id(),
             incarnation=stream.terms.epoch,
             key=key,
@@ -161,7 +159,7 @@ class RemoteDrafting:
         parts = within_terms(tasks, stream.terms)
         sent = [part for part in parts if part is not None]
         began = self._clock()
-        step = self._last_step = stream.begin_step(sent, self._take_dropped())
+        step = self._last_step = self._ended.begin_step(stream, sent)
         if not step.wait(timeout_s):
             return self._failed(tasks, "timeout")
         answered = step.answered
@@ -215,14 +213,6 @@ class RemoteDrafting:
     def _count(self, reason: str, num: int = 1) -> None:
         self._metrics.count_fallback(reason, num)
 
-    def _take_dropped(self) -> list[str]:
-        # Appended to by the engine thread only; both threads take.
-        taken = []
-        with contextlib.suppress(IndexError):
-            while True:
-                taken.append(self._dropped.popleft())
-        return taken
-
     # I/O loop
 
     def _stream_changed(self, stream: DraftStream | None) -> None:
@@ -237,21 +227,21 @@ class RemoteDrafting:
                 continue
             if self._breaker.seconds_to_probe == 0:
                 await self._probe(stream)
-            elif self._dropped and self._breaker.is_closed and self._is_quiet():
-                await self._exchange(stream, self._take_dropped())
+            elif self._ended.are_left() and self._breaker.is_closed and self._is_quiet():
+                await self._exchange(stream)
 
     def _is_quiet(self) -> bool:
         return self._last_step is None or self._last_step.wait(0)
 
     async def _probe(self, stream: DraftStream) -> None:
         """An empty step takes the same way through the service as any other."""
-        answered = await self._exchange(stream, self._take_dropped())
+        answered = await self._exchange(stream)
         self._breaker.record_probe(succeeded=answered is not None)
         if answered is not None:
             logger.info("%s answers again", self._address)
 
-    async def _exchange(self, stream: DraftStream, dropped: list[str]) -> AnsweredStep | None:
+    async def _exchange(self, stream: DraftStream) -> AnsweredStep | None:
         """The answer to a step without tasks; None where none came in time."""
-        step = stream.begin_step((), dropped)
+        step = self._ended.begin_step(stream, ())
         await asyncio.to_thread(step.wait, self._probe_timeout_s)
         return step.answered

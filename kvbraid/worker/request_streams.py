@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from kvbraid.engine.engine import Engine
 from kvbraid.engine.events import EngineEvent, PromptSent, RequestFailed, TokensReady
 from kvbraid.engine.sequence import EngineRequest, SequenceKey
-from kvbraid.errors import InvalidRequestError, UnavailableError
+from kvbraid.errors import InvalidRequestError, KVBraidError, UnavailableError
 
 T = TypeVar("T")
 
@@ -26,9 +26,12 @@ class EventStream:
     def __init__(self) -> None:
         self._events: asyncio.Queue[EngineEvent] = asyncio.Queue()
         self.is_finished = False
+        self.has_failed = False
+        """Whether an error was put, which no event after it reaches anybody."""
 
     def put(self, event: EngineEvent) -> None:
         """From the event loop."""
+        self.has_failed |= isinstance(event, RequestFailed)
         self._events.put_nowait(event)
 
     async def next(self) -> EngineEvent:
@@ -86,14 +89,26 @@ class RequestStreams:
             # Taken off only now: while one is here, no further wake-up is needed.
             self._events.popleft()
 
+    def give_up(self, error: KVBraidError) -> None:
+        """End every stream and question with `error`, since the engine is stuck; should it get on
+        after all, it frees what they held. From the event loop."""
+        for key, stream in self._streams.items():
+            if not stream.has_failed:
+                stream.put(RequestFailed(key, error))
+                self.engine.abort(key, lambda was_found: None)
+        self._fail_answers(error)
+
     def end(self) -> None:
         """The engine runs no more: nobody is to wait for it. From the event loop."""
         self._has_ended = True
         for key, stream in self._streams.items():
             stream.put(RequestFailed(key, _engine_is_gone()))
+        self._fail_answers(_engine_is_gone())
+
+    def _fail_answers(self, error: KVBraidError) -> None:
         for answer in self._answers:
             if not answer.done():
-                answer.set_exception(_engine_is_gone())
+                answer.set_exception(error)
 
     @contextlib.asynccontextmanager
     async def open(self, request: EngineRequest) -> AsyncIterator[EventStream]:
@@ -122,7 +137,7 @@ class RequestStreams:
     async def abort(self, key: SequenceKey) -> bool:
         """End a sequence; returns, once its pages are free, whether there was one.
 
-        Raises UnavailableError when the engine ends first.
+        Raises UnavailableError when the engine ends first or is stuck.
         """
         began = time.monotonic()
 
@@ -137,7 +152,7 @@ class RequestStreams:
     async def report_rows(self) -> NDArray[np.int64]:
         """[tp_size, 2] int64: finite pool rows and pool bytes of every rank.
 
-        Raises UnavailableError when the engine ends first.
+        Raises UnavailableError when the engine ends first or is stuck.
         """
         return await self._ask(self.engine.report_rows)
 

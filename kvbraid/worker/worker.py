@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -158,8 +157,8 @@ class Worker:
 
     @property
     def step_age_s(self) -> float:
-        """Age of the last engine step while work is queued, else 0."""
-        return time.monotonic() - self._engine.last_step_s if self._engine.has_work else 0.0
+        """Seconds that the engine has been in its step; 0 while it sleeps for want of work."""
+        return self._engine.step_age_s
 
     def pages_by_state(self) -> dict[str, int]:
         """Logical pages: free, active, leased (their rows are on the way), cached."""

@@ -84,7 +84,9 @@ async def _follow(rank: Rank) -> int:
         lambda: follow(rank.channel, rank.built.executor),
         loop,
         rank.built.device,
-        num_compute_threads(rank.settings.parallel, rank.context.local_world_size),
+        num_compute_threads(
+            rank.settings.parallel, rank.context.local_world_size, rank.built.device
+        ),
     )
     async with served_rank(
         rank.metrics, rank.settings.server, rank.context.rank, rank.control_group, rank.built.device

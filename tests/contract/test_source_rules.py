@@ -22,6 +22,9 @@ FILES = sorted(
 
 # The RPC boundary and a worker's outermost loop: there any error must become an answer or an end.
 BROAD_EXCEPTS = {"kvbraid/rpc/interceptors.py": 1, "kvbraid/worker/engine_thread.py": 1}
+# gRPC's own ways to listen and to call: whoever needs one asks there, and gets TLS where it is on.
+OPENERS = {"insecure_channel", "secure_channel", "add_insecure_port", "add_secure_port"}
+OPENING = "kvbraid/rpc/tls.py"
 ENVIRONMENT_READERS = ("kvbraid/settings/", "kvbraid/engine/ranks.py")
 VAGUE = re.compile(r"(utils?|common|helpers?|misc|base_\w+|manager\d)$")
 MAX_LINES = 500
@@ -60,6 +63,16 @@ def test_environment_is_read_by_settings_and_ranks_only(trees: dict[str, ast.Mod
         if isinstance(node, ast.Attribute) and node.attr in ("environ", "environb", "getenv")
     }
     assert [name for name in sorted(readers) if not name.startswith(ENVIRONMENT_READERS)] == []
+
+
+def test_ports_and_channels_are_opened_in_one_place(trees: dict[str, ast.Module]) -> None:
+    users = {
+        name
+        for name, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr in OPENERS
+    }
+    assert users == {OPENING}
 
 
 def test_no_wait_loses_a_cancellation(trees: dict[str, ast.Module]) -> None:

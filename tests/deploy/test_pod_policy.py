@@ -8,7 +8,7 @@ import pytest
 
 from tests.deploy.charts import Manifest, all_renders, example, pod_templates, render
 
-ALLOWED_VOLUMES = {"configMap", "emptyDir", "persistentVolumeClaim", "image"}
+ALLOWED_VOLUMES = {"configMap", "emptyDir", "persistentVolumeClaim", "image", "secret"}
 
 
 def pods() -> list[tuple[str, Manifest]]:

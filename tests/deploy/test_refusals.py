@@ -15,6 +15,11 @@ def decode(settings: Values | None = None, **values: Any) -> Values:
     return {"decode": {"settings": settings or {}, **values}}
 
 
+SERVING = {"tls_certificate": "/x/tls.crt", "tls_private_key": "/x/tls.key"}
+HEALTH: Values = {
+    role: {"settings": {"health_port": 8081}} for role in ("prefill", "decode", "draft")
+}
+
 SENTENCES: list[tuple[Values, str]] = [
     ({"settings": {"model": ""}}, "settings.model is empty: name the folder"),
     ({"settings": {"model": "/elsewhere/x"}}, "not below model_volume.mount_path /models"),
@@ -54,6 +59,11 @@ SENTENCES: list[tuple[Values, str]] = [
         {"prefill": {"replicas": 0}, "coordinator": {"settings": {"prefill_fallback": False}}},
         "there is no prefill worker",
     ),
+    (
+        {"coordinator": {"settings": {"max_connection_age_grace_seconds": 90}}},
+        "max_connection_age_grace_seconds 90 would cut requests, which may take "
+        "request_timeout_seconds 600",
+    ),
     (decode(autoscaling={"kind": "hpa"}), "reserved_pages must say how many pages"),
     (
         decode(autoscaling={"kind": "keda", "min_replicas": 5}),
@@ -64,6 +74,45 @@ SENTENCES: list[tuple[Values, str]] = [
         {"draft": {"replicas": 1, "settings": {"drafter": "/models/d"}}}
         | decode({"drafter": "/models/d"}),
         "decode has settings.drafter /models/d, but draft.replicas is above 0",
+    ),
+    ({"tls": {"server_name": "kv"}}, "server_name is kv, but tls.secret_name is empty"),
+    ({"tls": {"cert_manager": {"issuer_name": "ca"}}}, "name the Secret that cert-manager writes"),
+    (
+        {"tls": {"secret_name": "s", "front_secret_name": "s"}},
+        "tls.front_secret_name and tls.secret_name are both s",
+    ),
+    (
+        {"coordinator": {"settings": SERVING}},
+        "coordinator.settings.tls_certificate is set, but health_port is not",
+    ),
+    (
+        decode(SERVING | {"health_port": 8081}),
+        "decode serves over TLS, but coordinator calls it in plaintext",
+    ),
+    (
+        {"coordinator": {"settings": {"tls_server_ca": "/x/ca.crt"}}},
+        "coordinator calls prefill over TLS, but prefill serves in plaintext",
+    ),
+    (
+        {"tls": {"secret_name": "s"}} | decode({"tls_certificate": "", "tls_private_key": ""}),
+        "coordinator calls decode over TLS, but decode serves in plaintext",
+    ),
+    (
+        {
+            "settings": SERVING | {"tls_client_ca": "/x/ca", "tls_server_ca": "/x/ca"},
+            "coordinator": {"settings": {"tls_certificate": "", "tls_client_ca": ""}},
+        }
+        | HEALTH,
+        "prefill asks callers for a certificate, but coordinator has none",
+    ),
+    (decode({"health_port": 50054}), "one of the ports 50053 to 50054 that the ranks take for cal"),
+    (
+        decode({"health_port": 9091}),
+        "one of the ports 9090 to 9091 that the ranks take for metrics",
+    ),
+    (
+        {"coordinator": {"settings": {"health_port": 8080}}},
+        "coordinator.settings.health_port and http_port are both 8080",
     ),
 ]
 
@@ -82,6 +131,11 @@ MISFITS: list[tuple[Values, str]] = [
     ({"pod_security": {"run_as_user": 0}}, "run_as_user"),
     ({"coordinator": {"replicas": 0}}, "replicas"),
     ({"monitoring": {"slo": {"ttft_seconds": 3}}}, "ttft_seconds"),
+    (decode({"health_port": 0}), "health_port"),
+    ({"tls": {"secretName": "s"}}, "secretName"),
+    ({"tls": {"secret_name": "Upper"}}, "secret_name"),
+    ({"tls": {"cert_manager": {"issuer_kind": "Cluster"}}}, "issuer_kind"),
+    ({"tls": {"cert_manager": {"duration": "90 days"}}}, "duration"),
     ({"prefil": {}}, "prefil"),
 ]
 

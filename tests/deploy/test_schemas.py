@@ -16,6 +16,7 @@ kubernetes_validate = pytest.importorskip("kubernetes_validate")
 jsonschema = pytest.importorskip("jsonschema")
 prometheus_operator = pytest.importorskip("cloudcoil.models.prometheus_operator.v1")
 keda = pytest.importorskip("cloudcoil.models.keda.v1alpha1")
+cert_manager = pytest.importorskip("cloudcoil.models.cert_manager.v1")
 
 VERSIONS = ("1.32", "1.33", "1.34", "1.35", "1.36", "1.37")
 LEADER_WORKER_SET = json.loads(
@@ -25,6 +26,7 @@ OPERATOR_KINDS = {
     "ServiceMonitor": prometheus_operator.ServiceMonitor,
     "PrometheusRule": prometheus_operator.PrometheusRule,
     "ScaledObject": keda.ScaledObject,
+    "Certificate": cert_manager.Certificate,
 }
 
 # It reads 4 MB of JSON for each manifest otherwise.

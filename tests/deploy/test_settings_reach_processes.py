@@ -28,6 +28,7 @@ CHOSEN: dict[str, Any] = {
     "port": 6000,
     "metrics_port": 7000,
     "http_port": 8000,
+    "health_port": 8100,
     "tp_size": 4,
     "dcp_size": 2,
     "model": "/models/another",
@@ -39,6 +40,7 @@ CHOSEN: dict[str, Any] = {
     "max_model_len": 1234,
     "interleave": 2,
     "kv_cache_tokens": 65536,
+    "max_connection_age_grace_seconds": 5000.0,
 }
 
 
@@ -76,6 +78,15 @@ def leaf(config: Any, name: str) -> Any:
 
 
 def values_with(role: str, settings: dict[str, Any]) -> Values:
+    """Settings of TLS are given to all roles: one that serves over it must be called over it."""
+    shared = {name: value for name, value in settings.items() if name.startswith("tls_")}
+    own = {name: value for name, value in settings.items() if name not in shared}
+    if shared:
+        shared["health_port"] = own.get("health_port", 8100)
+    return {"settings": shared} | values_of_role(role, own)
+
+
+def values_of_role(role: str, settings: dict[str, Any]) -> Values:
     base = {"coordinator": {"replicas": 1}} if role == "coordinator" else {}
     if role == "draft":
         return {"draft": {"replicas": 1, "settings": {"drafter": "/models/d"} | settings}}

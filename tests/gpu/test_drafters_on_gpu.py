@@ -1,4 +1,5 @@
-"""EAGLE3 and DSpark on a GPU, through the attention kernels, against the float64 reference."""
+"""EAGLE3 and DSpark on a GPU, through the attention kernels, against the float64 reference; and
+their steps in CUDA graphs against the same steps run eagerly."""
 
 from __future__ import annotations
 
@@ -6,12 +7,23 @@ import numpy as np
 import pytest
 import torch
 
+from kvbraid.engine.cuda_graph import CudaGraphCapture
 from kvbraid.kv.slots import LogicalSlots
 from kvbraid.model.config import MLAConfig
+from kvbraid.speculative.draft_graphs import DraftGraphs
 from kvbraid.speculative.drafter_config import AnyDrafterConfig
 from kvbraid.speculative.fused_rows import FusedRows
-from kvbraid.speculative.proposal import DraftTask, Proposal
+from kvbraid.speculative.proposal import DraftSampling, DraftTask, Proposal
 from kvbraid.speculative.proposer import Proposer
+from tests.unit.speculative.drafters.captured_proposers import poison
+from tests.unit.speculative.drafters.draft_script import (
+    MAX_LEN,
+    MAX_SEQUENCES,
+    NUM_KV_TOKENS,
+    PAGE_SIZE,
+    Script,
+    check_same,
+)
 from tests.unit.speculative.drafters.random_drafters import (
     DSPARK_FORMS,
     EAGLE3_FORMS,
@@ -97,6 +109,53 @@ def test_bf16_proposals_are_whole_and_real(config: AnyDrafterConfig) -> None:
         assert len(answer.token_ids) == config.max_draft_tokens
         assert all(0 <= token_id < config.vocab_size for token_id in answer.token_ids)
         assert all(0 <= level <= 1 for level in answer.confidences)
+
+
+def captured_proposer(
+    config: AnyDrafterConfig, dtype: torch.dtype, max_len: int, **sizes: int
+) -> Proposer:
+    proposer = Proposer(
+        random_drafter(config).load(dtype, "cuda"),
+        graphs=DraftGraphs(CudaGraphCapture(), max_len),
+        **sizes,
+    )
+    proposer.kv.pool.fill_nan()
+    return proposer
+
+
+@pytest.mark.parametrize("config", FORMS.values(), ids=FORMS)
+def test_replayed_steps_equal_eager_ones(config: AnyDrafterConfig) -> None:
+    """float32; rows of every second sequence are on the device."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    sizes = {
+        "num_kv_tokens": NUM_KV_TOKENS, "max_sequences": MAX_SEQUENCES, "page_size": PAGE_SIZE
+    }  # fmt: skip
+    eager = Proposer(random_drafter(config).load(device="cuda"), **sizes)
+    eager.kv.pool.fill_nan()
+    captured = captured_proposer(config, torch.float32, MAX_LEN, **sizes)
+    ours = Script(captured, 1, "cuda").play(poison(captured))
+    check_same(ours, Script(eager, 1, "cuda").play(), tolerance=1e-4)
+
+
+@pytest.mark.parametrize("config", FORMS.values(), ids=FORMS)
+def test_replayed_bf16_proposals_are_whole_and_real(config: AnyDrafterConfig) -> None:
+    """64 sequences, each drafting alone and all together, greedy and drawn."""
+    proposer = captured_proposer(config, torch.bfloat16, 64, num_kv_tokens=8192, max_sequences=64)
+    streams = [random_stream(str(i), 64, config.hidden_size, i) for i in range(64)]
+    for number, size in enumerate((64, 1, 33, 64)):
+        tasks = [
+            stream.task(
+                stream.committed + 1 + (i + number) % 7,
+                config.max_draft_tokens,
+                sampling=DraftSampling(float(i % 3 == number % 3), i),
+            )
+            for i, stream in enumerate(streams[:size])
+        ]
+        for answer in proposer.step(tasks):
+            assert isinstance(answer, Proposal)
+            assert len(answer.token_ids) == config.max_draft_tokens
+            assert all(0 <= token_id < config.vocab_size for token_id in answer.token_ids)
+            assert all(0 <= level <= 1 for level in answer.confidences)
 
 
 class Halves:

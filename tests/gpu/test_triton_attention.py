@@ -31,7 +31,7 @@ from attention.interface import (
 from attention.layout import HeadLayout, StripeLayout
 from attention.rows import decode_rows
 from tools.quantised_rows import KINDS as KINDS_OF_SCALE
-from tools.quantised_rows import pool_scale, quantise
+from tools.quantised_rows import ONE_SCALE, pool_scale, quantise
 
 pytestmark = [
     pytest.mark.gpu,
@@ -86,6 +86,7 @@ class Case:
             "page": [page * c - 1, page * c, page * c + 1, 129],
             "long": [4097, 129, 0, 700],
             "huge": [131072],
+            "many": [131072, 65537, 0, 4097],
             "solo": [4097],
         }[self.lengths]
 
@@ -221,7 +222,7 @@ def rank_cache(case: Case, problem: Problem, table: Tensor, rank: int) -> MLACac
     if problem.is_mla:
         scale = scales[0]
         if scale is not None and scale.dim() == 3:
-            scale = scale[:, :, 0]
+            scale = scale[:, 0]
         return MLACache(pools[0][:, :, 0], scale)
     return GQACache(pools[0], pools[1], scales[0], scales[1])
 
@@ -237,6 +238,14 @@ def page_table(case: Case) -> Tensor:
 
 
 def rank_result(case: Case, problem: Problem, rank: int, backend: TritonBackend) -> AttentionResult:
+    return cache_result(
+        case, problem, rank, backend, rank_cache(case, problem, page_table(case), rank)
+    )
+
+
+def cache_result(
+    case: Case, problem: Problem, rank: int, backend: TritonBackend, cache: MLACache | GQACache
+) -> AttentionResult:
     window, mask = case.window
     extra = window if window > 1 else 0
     lengths = torch.tensor([n + extra for n in case.committed], dtype=torch.int32)
@@ -256,7 +265,6 @@ def rank_result(case: Case, problem: Problem, rank: int, backend: TritonBackend)
         torch.cat([r[s] for r, s in zip(rows, last, strict=True)]).to(case.dtype)
         for rows in (problem.keys, problem.values)
     )
-    cache = rank_cache(case, problem, table, rank)
     if isinstance(cache, MLACache):
         return kernel.mla(problem.q, cache, window_key[:, 0] if extra else None)
     return kernel.gqa(problem.q, cache, window_key, window_value)
@@ -291,6 +299,10 @@ def merged(parts: list[AttentionResult]) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("case", pairwise_grid(), ids=str)
 def test_grid_against_float64(case: Case) -> None:
+    check(case)
+
+
+def check(case: Case) -> None:
     problem = make_problem(case)
     backend = TritonBackend()
     parts = [rank_result(case, problem, rank, backend) for rank in range(case.dcp_size)]
@@ -323,6 +335,66 @@ def plain_case(**changes: object) -> Case:
         needle=0,
     )
     return Case(**{**values, **changes})
+
+
+@pytest.mark.parametrize("kv", KINDS_OF_SCALE)
+@pytest.mark.parametrize("lengths", FACTORS["lengths"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"heads": 16},
+        {"heads": 5, "dtype": torch.float16, "dcp_size": 3},
+        {"heads": 1, "page": (128, 2), "dcp_size": 2},
+        {"heads": 40},
+        {"heads": 128, "dcp_size": 2},
+    ],
+    ids=["16 heads", "5 heads, 3 ranks", "1 head, 2 ranks", "40 heads", "128 heads, 2 ranks"],
+)
+def test_latents_in_fp8_without_a_window(kv: str, lengths: str, changes: dict[str, object]) -> None:
+    """The Hopper kernel for them, of which the grid has few cases."""
+    check(plain_case(**changes, kv=kv, lengths=lengths, needle=1))
+
+
+@pytest.mark.parametrize("kv", KINDS_OF_SCALE)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("heads", [1, 16, 32])
+def test_many_latents_in_fp8(kv: str, dtype: torch.dtype, heads: int) -> None:
+    """Two programs an SM, and partial results in the dtype of q."""
+    check(plain_case(kv=kv, dtype=dtype, heads=heads, lengths="many"))
+
+
+def test_latents_in_fp8_without_a_scale_have_a_scale_of_one() -> None:
+    case = plain_case(kv="per tensor")
+    problem = make_problem(case)
+    cache = rank_cache(case, problem, page_table(case), 0)
+    assert isinstance(cache, MLACache)
+    # Scores of an ordinary size.
+    problem.q *= ONE_SCALE
+    none, one = (
+        cache_result(case, problem, 0, TritonBackend(), cache._replace(scale=scale))
+        for scale in (None, torch.ones(1, device=DEVICE))
+    )
+    assert bool(none.out.isfinite().all())
+    torch.testing.assert_close(none, one)
+
+
+@pytest.mark.parametrize("kv", KINDS_OF_SCALE)
+@pytest.mark.parametrize("window", [(2, "causal"), (5, "full")])
+def test_a_window_over_latents_in_fp8_is_served_by_another_kernel(
+    kv: str, window: tuple[int, str]
+) -> None:
+    check(plain_case(kv=kv, window=window, heads=5))
+
+
+@pytest.mark.parametrize("kv", KINDS_OF_SCALE)
+def test_a_damaged_latent_in_fp8_is_not_hidden(kv: str) -> None:
+    case = plain_case(kv=kv)
+    problem = make_problem(case)
+    problem.stored[0][0][4000] = float("nan")
+    part = rank_result(case, problem, 0, TritonBackend())
+    assert bool(part.out[0].isnan().all())
+    assert bool(part.lse[0].isnan().all())
+    assert bool(part.out[1].isfinite().all())
 
 
 @pytest.mark.parametrize("kind", ["mla512", "gqa128"])

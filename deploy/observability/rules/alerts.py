@@ -107,7 +107,7 @@ _ENGINE = (
     Alert(
         "KVBraidEngineStuck", f"{_S('kvbraid_engine_step_age_seconds')} > {STEP_AGE_SECONDS}",
         "1m", "page",
-        "{{ $labels.instance }} has work queued and no step since {{ $value | humanizeDuration }}.",
+        "The engine of {{ $labels.instance }} is in one step for {{ $value | humanizeDuration }}.",
     ),
     Alert(
         "KVBraidEventLoopBlocked",

@@ -26,7 +26,18 @@ from kvbraid.v1 import (
 _DEADLINE_S = 60.0
 
 
-def generate(target: str, prompt_ids: list[int], max_tokens: int) -> Iterator[dict[str, Any]]:
+def open_channel(target: str, pem_texts: list[str]) -> grpc.Channel:
+    """In plaintext, or over TLS with the texts of an authority and then of a key and its
+    certificate."""
+    if not pem_texts:
+        return grpc.insecure_channel(target)
+    credentials = grpc.ssl_channel_credentials(*(text.encode() for text in pem_texts))
+    return grpc.secure_channel(target, credentials)
+
+
+def generate(
+    target: str, prompt_ids: list[int], max_tokens: int, pem_texts: list[str] | None = None
+) -> Iterator[dict[str, Any]]:
     """Tokens as they come: {"at": monotonic seconds, "tokens"}, then {"end": finish status}."""
     request = coordinator_pb2.GenerateRequest(
         prompt_ids=coordinator_pb2.TokenIds(ids=prompt_ids),
@@ -34,7 +45,7 @@ def generate(target: str, prompt_ids: list[int], max_tokens: int) -> Iterator[di
             temperature=0.0, max_tokens=max_tokens, ignore_eos=True
         ),
     )
-    with grpc.insecure_channel(target) as channel:
+    with open_channel(target, pem_texts or []) as channel:
         stub = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
         try:
             for answer in stub.Generate(request, timeout=_DEADLINE_S):

@@ -19,6 +19,7 @@ from tests.deploy.cluster.pod import Pod
 from tests.deploy.cluster.pod_spec import PodSpec
 from tests.deploy.cluster.policies import Opening, openings
 from tests.deploy.cluster.sandbox import Sandbox
+from tests.deploy.cluster.secret_volume import SecretData
 
 COMPONENT = "app.kubernetes.io/component"
 _POLL_S = 0.05
@@ -27,8 +28,15 @@ _POLL_S = 0.05
 class Cluster:
     """A context manager. Nothing runs until `deploy`; the end of the test ends everything."""
 
-    def __init__(self, manifests: list[Manifest], claims: dict[str, Path], folder: Path) -> None:
-        """claims: what lies in the volumes of PersistentVolumeClaims."""
+    def __init__(
+        self,
+        manifests: list[Manifest],
+        claims: dict[str, Path],
+        folder: Path,
+        secrets: dict[str, SecretData] | None = None,
+    ) -> None:
+        """claims: what lies in the volumes of PersistentVolumeClaims. secrets: data of Secrets that
+        somebody else makes."""
         self.policies = by_kind(manifests, "NetworkPolicy")
         self.services = by_kind(manifests, "Service")
         self.controllers: dict[str, Controller] = {
@@ -37,7 +45,7 @@ class Cluster:
             for manifest in by_kind(manifests, kind)
         }
         maps = {m["metadata"]["name"]: m["data"] for m in by_kind(manifests, "ConfigMap")}
-        self._sources = VolumeSources(maps, claims)
+        self._sources = VolumeSources(maps, claims, secrets or {})
         self._folder = folder
         self.history: list[Pod] = []
         self.node = Node()
@@ -87,6 +95,10 @@ class Cluster:
             self._publish()
         pod.start()
         return pod
+
+    def renew_secret(self, name: str, data: SecretData) -> None:
+        """Change a Secret, in every pod that has it too."""
+        self._sources.renew_secret(name, data)
 
     def running(self, component: str = "") -> list[Pod]:
         """The pods that are not gone, of a role or all."""

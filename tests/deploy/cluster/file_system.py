@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import shlex
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tests.deploy.charts import ROOT
 from tests.deploy.cluster.node import DNS_ADDRESS
 from tests.deploy.cluster.pod_spec import PodSpec
+from tests.deploy.cluster.secret_volume import SecretData, SecretVolume
 
 # Where the image has its interpreter and what starts there (deploy/docker/Dockerfile).
 VENV, HOME = "/opt/kvbraid/venv", "/home/kvbraid"
@@ -21,10 +22,20 @@ _RUNTIME_SHM = "64m"
 
 @dataclass(frozen=True)
 class VolumeSources:
-    """What stands behind volumes: files of ConfigMaps, and folders for claims and host paths."""
+    """What stands behind volumes: files of ConfigMaps and Secrets, and folders for claims and host
+    paths."""
 
     config_maps: dict[str, dict[str, str]]
     folders: dict[str, Path]
+    secrets: dict[str, SecretData] = field(default_factory=dict)
+    mounted_secrets: list[SecretVolume] = field(default_factory=list)
+
+    def renew_secret(self, name: str, data: SecretData) -> None:
+        """Change a Secret, in every pod that has it too."""
+        self.secrets[name] = data
+        for volume in self.mounted_secrets:
+            if volume.secret_name == name:
+                volume.write(data)
 
 
 def setup_script(spec: PodSpec, pod_ip: str, sources: VolumeSources, folder: Path) -> str:
@@ -82,6 +93,11 @@ def _volume(
         source = folder / mount["name"]
         for name, text in sources.config_maps[volume["configMap"]["name"]].items():
             _write(source / name, text)
+    elif "secret" in volume:
+        source = folder / mount["name"]
+        secret = SecretVolume(volume, spec.spec["securityContext"]["fsGroup"], source)
+        secret.write(sources.secrets[secret.secret_name])
+        sources.mounted_secrets.append(secret)
     elif "persistentVolumeClaim" in volume:
         source = sources.folders[volume["persistentVolumeClaim"]["claimName"]]
     else:

@@ -16,7 +16,12 @@ import grpc
 import pytest
 import pytest_asyncio
 
-from coordinator.config import ApiSettings, CoordinatorConfig, RoutingSettings
+from coordinator.config import (
+    ApiSettings,
+    ConnectionSettings,
+    CoordinatorConfig,
+    RoutingSettings,
+)
 from coordinator.registry import Pool
 from coordinator.server import CoordinatorServer
 from kvbraid.request import SamplingParams
@@ -129,6 +134,7 @@ async def open_stack(
     cluster: FakeCluster | None = None,
     api: dict[str, Any] | None = None,
     server: dict[str, Any] | None = None,
+    connections: dict[str, Any] | None = None,
     **routing: Any,
 ) -> Stack:
     """A coordinator over `cluster` (one worker of each kind), closed by `exits`."""
@@ -136,6 +142,7 @@ async def open_stack(
     config = CoordinatorConfig(
         server=ServerSettings(**(server or {"drain_seconds": 5.0})),
         api=ApiSettings(**(api or {})),
+        connections=ConnectionSettings(**(connections or {})),
         routing=RoutingSettings(
             **{
                 "prefill_workers": running.prefill_workers,

@@ -65,12 +65,10 @@ async def test_drain_finishes_what_runs_and_refuses_what_comes(stack: Any) -> No
     stack.cluster.decode[0].faults.append(Fault("token", pausing(reached, release), 3))
     running = asyncio.create_task(stack.generate())
     await asyncio.wait_for(reached.wait(), 5)
+    health = health_pb2_grpc.HealthStub(stack.channel).Watch(health_pb2.HealthCheckRequest())
+    assert (await health.read()).status == health_pb2.HealthCheckResponse.SERVING
     draining = asyncio.create_task(stack.server.drain())
-    health = health_pb2_grpc.HealthStub(stack.channel)
-    while True:
-        answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=5)
-        if answer.status == health_pb2.HealthCheckResponse.NOT_SERVING:
-            break
+    assert (await health.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
     with pytest.raises(grpc.aio.AioRpcError) as failure:
         await stack.generate()
     assert failure.value.code() is grpc.StatusCode.UNAVAILABLE

@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import pytest
+from aiohttp import ClientConnectionResetError, web
 
 from kvbraid.testing import Fault
 
@@ -77,6 +78,28 @@ async def test_an_http_client_that_disconnects_frees_both_workers(
     writer.close()
     await shared_stack.is_idle()
     assert shared_stack.metric(REQUESTS, api="http", **CANCELLED) == before + 1
+
+
+async def test_a_client_that_goes_between_two_events_is_no_error(
+    shared_stack: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """aiohttp refuses writes as soon as it hears of it, and cancels the handler a moment later."""
+    write, num_events = web.StreamResponse.write, iter(range(4))
+
+    async def refuse(response: web.StreamResponse, data: bytes) -> None:
+        if next(num_events, None) is None:
+            raise ClientConnectionResetError("Cannot write to closing transport")
+        await write(response, data)
+
+    monkeypatch.setattr(web.StreamResponse, "write", refuse)
+    before = shared_stack.metric(REQUESTS, api="http", **CANCELLED)
+    url = f"http://{shared_stack.server.http_address}/v1/completions"
+    body = {"prompt": new_prompt(), "stream": True, "max_tokens": 50, "ignore_eos": True}
+    async with shared_stack.http.post(url, json=body) as response:
+        assert (await response.text()).count("data: ") == 4
+    await shared_stack.is_idle()
+    assert shared_stack.metric(REQUESTS, api="http", **CANCELLED) == before + 1
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
 
 async def test_one_of_many_going_away_leaves_the_others_alone(shared_stack: Any) -> None:

@@ -196,6 +196,57 @@ async def test_without_fallback_a_missing_prefill_worker_is_an_error(start_stack
     assert failure.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
+def lost_leases(count: int) -> list[Fault]:
+    """What a prefill worker answers whose rows cannot get to the decode worker."""
+    lost = LeaseLostError("127.0.0.1:1: failed to connect to all addresses")
+    return [Fault("first", raising(lost)) for _ in range(count)]
+
+
+async def test_a_prompt_that_cannot_be_handed_to_one_decode_worker_goes_to_another(
+    start_stack: Any,
+) -> None:
+    cluster = FakeCluster(num_decode=2)
+    first, second = cluster.decode
+    second.info.num_free_tokens = 4000
+    stack = await start_stack(cluster)
+    cluster.prefill[0].faults.extend(lost_leases(1))
+    await check_undisturbed(stack)
+    assert [request.expect_handoff for request in first.requests] == [True]
+    assert [request.expect_handoff for request in second.requests] == [True]
+
+
+async def test_a_prompt_that_can_be_handed_to_nobody_is_computed_where_it_is_needed(
+    start_stack: Any,
+) -> None:
+    stack = await start_stack()
+    stack.cluster.prefill[0].faults.extend(lost_leases(9))
+    await check_undisturbed(stack)
+    asked = stack.cluster.decode[0].requests
+    assert [request.expect_handoff for request in asked] == [True, False]
+    fallbacks = "kvbraid_process_fallbacks_total"
+    assert stack.metric(fallbacks, reason="handoffs_failed") == 1
+    # Nothing is held against the way for good: the next request tries it again.
+    stack.cluster.prefill[0].faults.clear()
+    assert (await stack.generate(range(500, 540))).tokens[0] == stack.expected(range(500, 540))
+    assert asked[-1].expect_handoff
+
+
+async def test_two_broken_handoffs_are_enough(start_stack: Any) -> None:
+    cluster = FakeCluster(num_prefill=3, num_decode=3)
+    stack = await start_stack(cluster)
+    for worker in cluster.prefill:
+        worker.faults.extend(lost_leases(9))
+    await check_undisturbed(stack, num_retries={2})
+    assert sum(worker.num_calls for worker in cluster.prefill) == 2
+
+
+async def test_without_fallback_a_handoff_is_tried_again_and_again(start_stack: Any) -> None:
+    stack = await start_stack(prefill_fallback=False)
+    stack.cluster.prefill[0].faults.extend(lost_leases(3))
+    await check_undisturbed(stack, num_retries={3})
+    assert all(request.expect_handoff for request in stack.cluster.decode[0].requests)
+
+
 async def test_an_overloaded_decode_worker_is_left_for_another(start_stack: Any) -> None:
     stack = await start_stack(FakeCluster(num_decode=2))
     for worker in stack.cluster.decode:

@@ -162,9 +162,11 @@ async def running_service(
     worker = DraftWorker(terms=terms, settings=draft, batcher=batcher, metrics=metrics.draft)
     listener = LocalListener(terms)
     listener.start()
-    servicer = DraftServicer(worker, lease_s=draft.lease_seconds, listener=listener)
     server = RpcServer(
         role="draft", settings=ServerSettings(port=port, drain_seconds=10), metrics=metrics.rpc
+    )
+    servicer = DraftServicer(
+        worker, lease_s=draft.lease_seconds, address=lambda: server.address, listener=listener
     )
     server.add(add_DraftServiceServicer_to_server, servicer, "kvbraid.v1.DraftService")
     await server.start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import AsyncExitStack
 from typing import Any
 
 import grpc
@@ -219,3 +220,24 @@ async def test_steps_that_wait_together_are_computed_together(service: Any, draf
     service.proposer.gate.set()
     await asyncio.gather(blocker, *both)
     assert sorted(service.proposer.batches[-1]) == ["2/a", "3/a"]
+
+
+async def test_sequences_of_a_worker_without_a_stream_are_given_up(
+    draft: Any, stack: AsyncExitStack
+) -> None:
+    service = await stack.enter_async_context(draft.service(lease_seconds=1.5))
+    gone = {"9/a", "a/a"}
+    for incarnation in (9, 10):
+        stream = draft.raw(service, incarnation=incarnation)
+        await stream.open()
+        await stream.step(incarnation, [draft.task("a", 0, [1])])
+        stream.call.cancel()
+        if incarnation == 9:
+            back = draft.raw(service)
+            await back.open()
+    assert set(service.proposer.rows) == gone
+    await draft.eventually(lambda: set(service.proposer.rows) == {"9/a"})
+    # Its lease, had it gone on, would have ended before the other one's.
+    assert (await back.step(20, [draft.task("a", 1, [2])])).step_id == 20
+    back.call.cancel()
+    await draft.eventually(lambda: not service.proposer.rows)

@@ -73,6 +73,18 @@ async def test_rows_may_come_before_the_grant_is_open(service: Any, draft: Any) 
         assert await early == 2
 
 
+async def test_pushed_rows_go_with_the_worker_that_wanted_them(
+    draft: Any, stack: AsyncExitStack
+) -> None:
+    service = await stack.enter_async_context(draft.service(lease_seconds=0.5))
+    async with draft.target(service.address) as target:
+        await target.connected()
+        grant = target.drafting.open_grant("a", 2)
+        assert await ingest(service, chunk(grant, draft, 0, [1, 2])) == 2
+        assert len(service.proposer.rows) == 1
+    await draft.eventually(lambda: not service.proposer.rows)
+
+
 async def test_rows_of_a_grant_that_is_never_opened_are_refused_in_time(
     service: Any, draft: Any
 ) -> None:

@@ -248,6 +248,20 @@ async def test_ends_of_sequences_travel_with_the_next_step_or_alone(
     assert list(service.proposer.rows) == [service.proposer.tasks[2].key]
 
 
+async def test_ends_that_were_lost_with_a_stream_are_told_on_the_next_one(
+    service: Any, target: Any, draft: Any
+) -> None:
+    await target.step(draft.task("a", 0, [1]), draft.task("b", 0, [1]))
+    target.drafting.drop("a")
+    await draft.raw(service, incarnation=5).open()
+    # Refused, with the end of a: the other stream speaks for this worker.
+    assert await target.step(draft.task("b", 1, [2])) == [None]
+    await draft.eventually(lambda: [key[-1] for key in service.proposer.dropped] == ["a"])
+    target.drafting.drop("b")
+    await draft.eventually(lambda: not service.proposer.rows)
+    assert [key[-1] for key in service.proposer.dropped] == ["a", "b"], "each is told once"
+
+
 async def test_a_sequence_that_begins_again_under_its_name_is_dropped_first(
     service: Any, target: Any, draft: Any
 ) -> None:

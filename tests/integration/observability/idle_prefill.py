@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import threading
+from collections.abc import Sequence
 from typing import Any, Self
 
 import grpc
@@ -23,11 +25,13 @@ class IdlePrefill:
         self._stub = decode_pb2_grpc.DecodeServiceStub(self._channel)
         self._numbers = itertools.count()
         self._calls: list[Any] = []
+        self._is_over = threading.Event()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._is_over.set()
         for call in self._calls:
             call.cancel()
         self._channel.close()
@@ -45,6 +49,21 @@ class IdlePrefill:
         call = self._stub.Decode(request, timeout=120)
         self._calls.append(call)
         return call, grant_from_proto(next(call).grant)
+
+    def hold(self, lengths: Sequence[int]) -> None:
+        """Take grants for prompts of these lengths; and again, whenever their leases have ended."""
+        calls = [self.take_grant(num_tokens)[0] for num_tokens in lengths]
+        threading.Thread(target=self._hold_again, args=(calls, lengths), daemon=True).start()
+
+    def _hold_again(self, calls: Sequence[Any], lengths: Sequence[int]) -> None:
+        while not self._is_over.is_set():
+            for call in calls:
+                # Ends with the lease, or with this object.
+                call.code()
+            try:
+                calls = [self.take_grant(num_tokens)[0] for num_tokens in lengths]
+            except (grpc.RpcError, ValueError):  # refused, or the channel was closed
+                calls = []
 
     def send_damaged(self, grant: Any) -> None:
         """Push one row of the grant whose payload is not what its checksum says."""

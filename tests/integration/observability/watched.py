@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,9 @@ SMALL = "page_size=4,threads_per_rank=1"
 PATIENT = "draft_timeout_ms=2000,draft_timeout_fraction=100"
 START_S = 110.0
 ALERT_S = 90.0
-_HOLD_S = 5
+HOLD_S = 5
+# Long enough for an alert that fires on well-being to have data, to hold and to fire.
+SILENCE_S = 15.0
 
 NEEDS_PROMETHEUS = pytest.mark.skipif(
     installed("prometheus") is None,
@@ -33,20 +35,32 @@ NEEDS_PROMETHEUS = pytest.mark.skipif(
 
 
 @contextmanager
-def prometheus_of(folder: Path, targets: dict[str, str]) -> Iterator[Prometheus]:
-    """Scrapes every second."""
-    with Prometheus(folder, targets, scrape_s=1, hold_s=_HOLD_S) as prometheus:
+def prometheus_of(folder: Path, targets: dict[str, str], scrape_s: int = 1) -> Iterator[Prometheus]:
+    """Scrapes, and evaluates alerts, every scrape_s."""
+    with Prometheus(folder, targets, scrape_s=scrape_s, hold_s=HOLD_S) as prometheus:
         yield prometheus
 
 
-def await_firing(prometheus: Prometheus, wanted: set[str], seconds: float = ALERT_S) -> None:
+def await_firing(prometheus: Prometheus, wanted: Collection[str], seconds: float = ALERT_S) -> None:
     """Returns once each of the alerts has fired. Raises AssertionError naming those that did."""
-    seen: set[str] = set()
+    missing, seen = set(wanted), set[str]()
     give_up = time.monotonic() + seconds
-    while not wanted <= seen:
-        assert time.monotonic() < give_up, f"{wanted - seen} did not fire, but {seen} did"
+    while not missing <= seen:
+        assert time.monotonic() < give_up, f"{missing - seen} did not fire, but {seen} did"
         time.sleep(0.5)
         seen |= prometheus.firing()
+
+
+def await_silence(
+    prometheus: Prometheus, alerts: Collection[str], seconds: float = ALERT_S
+) -> None:
+    """Returns once none of the alerts has fired for a while."""
+    began = silent_since = time.monotonic()
+    while (now := time.monotonic()) - silent_since < SILENCE_S:
+        if firing := prometheus.firing() & set(alerts):
+            silent_since = now
+            assert now - began < seconds, f"{firing} fire"
+        time.sleep(0.5)
 
 
 def await_data(prometheus: Prometheus, expression: str, seconds: float = ALERT_S) -> None:
@@ -55,6 +69,12 @@ def await_data(prometheus: Prometheus, expression: str, seconds: float = ALERT_S
     while not prometheus.query(expression):
         assert time.monotonic() < give_up, f"no data: {expression}"
         time.sleep(0.2)
+
+
+def await_served(prometheus: Prometheus, num_requests: int = 20) -> None:
+    """Returns once that many requests have been seen to end well."""
+    ended = 'kvbraid_coordinator_requests_total{outcome=~"stop|length"}'
+    await_data(prometheus, f"sum({ended}) >= {num_requests}")
 
 
 @dataclass(frozen=True)
@@ -74,13 +94,13 @@ class Watched:
 
 
 @contextmanager
-def watched_cluster(folder: Path, spec: ClusterSpec) -> Iterator[Watched]:
+def watched_cluster(folder: Path, spec: ClusterSpec, scrape_s: int = 1) -> Iterator[Watched]:
     """Start both; frozen processes are woken at the end, so that they can be stopped."""
     with LocalCluster(spec, folder / "logs") as cluster:
         cluster.start(timeout_s=START_S)
         reports = {"coordinator": cluster.coordinator, **cluster.workers}
         targets = {name: report.metrics for name, report in reports.items()}
-        with prometheus_of(folder, targets) as prometheus:
+        with prometheus_of(folder, targets, scrape_s) as prometheus:
             try:
                 yield Watched(cluster, prometheus)
             finally:

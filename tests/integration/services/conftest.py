@@ -15,6 +15,8 @@ import pytest
 
 from kvbraid.cluster.local_cluster import SERVICE_COMMANDS, ClusterSpec, LocalCluster
 from kvbraid.cluster.worker_spec import WorkerSpec
+from kvbraid.rpc.tls import Caller
+from kvbraid.settings import TlsSettings
 from kvbraid.v1 import (
     coordinator_pb2,
     coordinator_pb2_grpc,
@@ -53,12 +55,14 @@ def running_cluster(
     commands: Mapping[str, tuple[str, ...]] = SERVICE_COMMANDS,
     drafter: str = "",
     draft: tuple[str, ...] = (),
+    everyone: tuple[str, ...] = (),
 ) -> Iterator[LocalCluster]:
     spec = ClusterSpec(
         model=str(TINY_MLA),
         prefill=tuple(WorkerSpec.parse("prefill", f"{text},{SMALL}") for text in prefill),
         decode=tuple(WorkerSpec.parse("decode", f"{text},{SMALL}") for text in decode),
         coordinator=("--local-prefill-max-tokens=0", "--poll-seconds=0.2", *coordinator),
+        everyone=everyone,
         drain_seconds=5.0,
         commands=commands,
         drafter=drafter,
@@ -78,8 +82,8 @@ def cluster_of() -> Callable[..., object]:
 class Client:
     """A gRPC client of one process."""
 
-    def __init__(self, address: str) -> None:
-        self._channel = grpc.aio.insecure_channel(address)
+    def __init__(self, address: str, tls: TlsSettings | None = None) -> None:
+        self._channel = Caller(tls or TlsSettings()).open(address, [])
         self.coordinator = coordinator_pb2_grpc.CoordinatorServiceStub(self._channel)
         self._info = info_pb2_grpc.InfoServiceStub(self._channel)
 

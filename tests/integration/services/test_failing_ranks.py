@@ -20,11 +20,13 @@ from kvbraid.cluster.child import Child
 from kvbraid.cluster.local_cluster import SERVICE_COMMANDS
 from kvbraid.engine.ranks import start_run
 from kvbraid.rpc.lifecycle import EXIT_FAILED
+from kvbraid.testing.loopback import has_ipv6
 
 SHORT = 6  # 6 prompt tokens, 128 greedy tokens
 TINY_MLA = Path(__file__).parents[2] / "assets" / "tiny-mla"
 COMMANDS = {**SERVICE_COMMANDS, "decode": (sys.executable, "-m", "failing_decode_worker")}
 DECODE = SERVICE_COMMANDS["decode"]
+IPV6 = "::1" if has_ipv6() else "127.0.0.1"
 TWO_RANKS = (
     f"--model={TINY_MLA}", "--tp-size=2", "--dcp-size=2", "--kv-cache-tokens=4096",
     "--page-size=4", "--threads-per-rank=1", "--heartbeat-seconds=0.4",
@@ -121,14 +123,14 @@ async def test_a_rank_that_goes_wrong_costs_no_token(
             await support.leak_free(survivors)
 
 
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize(("lost", "address"), [(0, "127.0.0.1"), (1, IPV6)])
 async def test_a_worker_over_two_hosts_ends_with_either_of_them(
-    support, tmp_path: Path, lost: int
+    support, tmp_path: Path, lost: int, address: str
 ) -> None:
     """Two processes that are told to be alone on their hosts, as torchrun and LWS start them."""
     children: list[Child] = []
     with pytest.MonkeyPatch.context() as patch:
-        shared = {"WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+        shared = {"WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": address}
         for name, value in {**shared, "MASTER_PORT": start_run(2).master_port}.items():
             patch.setenv(name, str(value))
         for rank in (0, 1):

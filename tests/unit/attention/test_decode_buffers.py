@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attention.backends.device_plan import DevicePlan
+from attention.backends.device_plan import DevicePlan, ReservedPlan, SplitLimits
 from attention.backends.split_plan import (
     balanced_bounds,
     balanced_plan,
@@ -39,6 +39,9 @@ class _Filled:
     def fill(self, rows):
         self.rows.append(rows)
         return self
+
+    def grow(self):
+        self.rows.append("grown")
 
 
 def buffers(**changes) -> DecodeBuffers:
@@ -80,6 +83,7 @@ def test_a_step_within_the_bounds_is_filled_in():
         (batch(9, 9, window=2), {}, "window 2 'causal' is not that of the buffers, 3 'causal'"),
         (batch(9, 9, mask="full"), {}, "window 3 'full' is not that of the buffers"),
         (batch(9, 9), {"stripe": StripeLayout(2, 1, 4)}, "the buffers are of StripeLayout"),
+        (batch(9, 43), {"max_growth": 6}, "length 43 may grow by 6, above the page table's 48"),
     ],
 )
 def test_a_step_outside_the_bounds_is_refused(given_batch, changes, message):
@@ -115,12 +119,14 @@ def test_a_backend_that_cannot_be_captured_says_so():
         ({"max_len": 0}, "max_len 0 must be >= 1"),
         ({"window": 0}, "window 0 must be >= 1"),
         ({"window_mask": "none"}, "window_mask 'none' must be one of"),
+        ({"max_growth": -1}, "max_growth -1 must be 0"),
+        ({"max_growth": 1, "stripe": StripeLayout(2, 0, 4)}, "the stripe is of 2"),
     ],
 )
 def test_bounds_that_make_no_sense_are_refused(changes, message):
     sizes = {"batch_size": 2, "max_len": 40, "window": 1, "window_mask": "causal", **changes}
     with pytest.raises(ValueError, match=message):
-        decode_bounds(STRIPE, **sizes)
+        decode_bounds(sizes.pop("stripe", STRIPE), **sizes)
 
 
 @pytest.mark.parametrize("dcp_size", [1, 2, 3])
@@ -201,3 +207,52 @@ def test_workers_that_a_plan_does_not_need_have_no_pieces(monkeypatch):
     assert torch.equal(tables.page_table[:, :10], TABLE[:, :10])
     starts = [tables.pieces, tables.slot_starts, tables.head_starts, tables.page_table]
     assert all(table.storage_offset() % 16 == 0 for table in starts)
+
+
+@given(
+    st.lists(st.integers(0, 300), min_size=1, max_size=9),
+    st.integers(1, 20),
+    st.integers(1, 5),
+    st.sampled_from([None, 64]),
+)
+def test_a_plan_that_grows_covers_every_key_once(lengths, workers, growth, split_keys):
+    """Pieces of a sequence are its keys in order; what a worker has of its first piece agrees."""
+    page_table = torch.arange(len(lengths) * 80, dtype=torch.int32).view(len(lengths), 80)
+    rows = decode_rows(DecodeBatch(torch.tensor(lengths), page_table, 1), STRIPE)
+    bounds = decode_bounds(
+        STRIPE,
+        batch_size=len(lengths),
+        max_len=300,
+        window=1,
+        window_mask="causal",
+        max_growth=growth,
+    )
+    reserved = ReservedPlan(
+        bounds,
+        SplitLimits(workers, 1),
+        head_starts=[0, 4],
+        split_keys=split_keys,
+        device=torch.device("cpu"),
+    )
+    for _ in range(2):
+        reserved.fill(rows)
+        tables = reserved.device_plan(SplitLimits(workers, 1))
+        for grown in range(growth + 1):
+            if grown:
+                reserved.grow()
+            assert covered(tables, len(lengths)) == [n + grown if n else 0 for n in lengths]
+        used = -(-(max(lengths) + growth) // 4) if max(lengths) else 0
+        assert torch.equal(tables.page_table[:, :used], page_table[:, :used])
+
+
+def covered(tables: DevicePlan, num_sequences: int) -> list[int]:
+    """Keys of each sequence."""
+    ends = [0] * num_sequences
+    pieces = tables.pieces.view(-1, 5).tolist()
+    for first, end, *of_first in tables.workers.view(-1, 8)[:, :5].tolist():
+        for sequence, start, stop, _, _ in pieces[first:end]:
+            assert start == ends[sequence]
+            ends[sequence] = stop
+        if first < end:
+            assert of_first == pieces[first][:3]
+    return ends

@@ -21,7 +21,7 @@ from attention.interface import (
 )
 from attention.layout import HeadLayout, StripeLayout
 from attention.rows import decode_rows
-from attention.stored_rows import StoredRows
+from attention.stored_rows import StoredPool
 from tools.quantised_rows import KINDS, pool_scale, quantise
 
 FP8 = torch.float8_e4m3fn
@@ -123,7 +123,7 @@ def test_decode(stripe_rows, kind, dcp_size, window, is_mla, dtype):
             device=torch.device("cpu"),
         )
         if is_mla:
-            scale = rank_scales[0][..., 0] if kind == "per token" else rank_scales[0]
+            scale = rank_scales[0][:, 0] if kind == "per token" else rank_scales[0]
             cache = MLACache(rank_pools[0][:, :, 0], scale)
             parts.append(kernel.mla(q, cache, None if window == 1 else window_key[:, 0]))
         else:
@@ -180,7 +180,7 @@ def test_extend_reads_the_true_values_of_every_ranks_prefix(
         rank_pools, rank_scales = pools[group.rank]
         mine = layer.own_heads(q)
         if is_mla:
-            scale = rank_scales[0][..., 0] if kind == "per token" else rank_scales[0]
+            scale = rank_scales[0][:, 0] if kind == "per token" else rank_scales[0]
             cache = MLACache(rank_pools[0][:, :, 0], scale)
             return layer.mla_extend(mine, in_hand[0][:, 0], cache, expansion, plan)
         return layer.gqa_extend(mine, *in_hand, GQACache(*rank_pools, *rank_scales), plan)
@@ -201,16 +201,17 @@ def test_extend_reads_the_true_values_of_every_ranks_prefix(
 
 
 def test_only_gathered_rows_are_dequantised():
-    pool = StoredRows(torch.randn(1000, 2, 8).to(FP8), torch.rand(1000, 2))
+    pages, scale = torch.randn(250, 4, 2, 8).to(FP8), torch.rand(250, 2, 4)
+    true = pages.float() * scale.transpose(1, 2)[..., None]
+    pool = StoredPool.of(pages, scale)
     few = pool.select(torch.tensor([7, 3]))
     assert few.rows.dtype == FP8
     assert few.values(torch.float32).shape == (2, 2, 8)
-    assert torch.equal(
-        few.values(torch.float32), (pool.rows.float() * pool.scale[..., None])[[7, 3]]
-    )
+    assert torch.equal(few.values(torch.float32), true.flatten(0, 1)[[7, 3]])
+    assert torch.equal(pool.narrow(8, 6).values(torch.float32), true.flatten(0, 1)[8:14])
 
 
-@pytest.mark.parametrize("shape", [(2,), (5, 1), (5, 4, 1)])
+@pytest.mark.parametrize("shape", [(2,), (5, 4), (5, 1, 4), (5, 4, 2)])
 def test_scales_of_another_shape_are_refused(shape):
     with pytest.raises(ValueError, match="scale of shape"):
-        StoredRows.of(torch.zeros(5, 4, 2, 8), torch.ones(shape))
+        StoredPool.of(torch.zeros(5, 4, 2, 8), torch.ones(shape))

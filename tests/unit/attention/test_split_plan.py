@@ -26,10 +26,12 @@ lengths_of_batches = st.lists(
 )
 
 
-def balanced(lengths: list[int], workers: int = 132, min_blocks: int = 1) -> SplitPlan:
+def balanced(
+    lengths: list[int], workers: int = 132, min_blocks: int = 1, *, has_window: bool = True
+) -> SplitPlan:
     return balanced_plan(
         lengths,
-        [True] * len(lengths),
+        [has_window] * len(lengths),
         block_keys=BLOCK,
         max_workers=workers,
         min_blocks=min_blocks,
@@ -72,21 +74,43 @@ def test_a_worker_has_only_pieces_with_keys_or_only_without(lengths, workers):
         assert len({stop > start for _, start, stop, _, _ in plan.pieces[first:end]}) == 1
 
 
-@given(lengths_of_batches, st.integers(1, 140))
-def test_no_worker_has_much_more_than_the_mean(lengths, workers):
-    plan = balanced(lengths, workers)
-    blocks = sum(-(-length // BLOCK) for length in lengths)
-    mean = blocks / max(1, min(workers, blocks))
+def cost(piece: tuple[int, int, int, int, int]) -> int:
+    """Blocks of a piece; its window counts as one."""
+    _, start, end, _, window = piece
+    return -(-(end - start) // BLOCK) + (window if end > start else 0)
+
+
+@given(lengths_of_batches, st.integers(1, 140), st.booleans())
+def test_no_worker_has_much_more_than_the_mean(lengths, workers, has_window):
+    plan = balanced(lengths, workers, has_window=has_window)
+    total = sum(cost(piece) for piece in plan.pieces)
+    key_blocks = sum(-(-length // BLOCK) for length in lengths)
+    mean = total / max(1, min(workers, key_blocks))
     for first, end in pairwise(plan.worker_pieces):
-        share = sum(-(-(stop - start) // BLOCK) for _, start, stop, _, _ in plan.pieces[first:end])
-        assert share <= max(mean * 1.05, mean + 1)
+        share = sum(cost(piece) for piece in plan.pieces[first:end])
+        # A window is never alone, so a share may end a block late.
+        assert share <= max(mean * 1.05, mean + 1 + int(has_window))
 
 
 def test_one_long_sequence_is_spread_over_the_workers():
     """2048 blocks on 132 workers: the largest share is 16, which 128 workers have exactly."""
-    plan = balanced([131072])
+    plan = balanced([131072], has_window=False)
     assert plan.num_workers == 128
     assert {end - start for _, start, end, _, _ in plan.pieces} == {16 * BLOCK}
+
+
+def test_the_worker_that_adds_the_window_has_fewer_keys():
+    """2049 blocks with the window: no share is above the 16 that it is without."""
+    plan = balanced([131072])
+    assert plan.num_workers == 129
+    assert max(cost(piece) for piece in plan.pieces) == 16
+    assert plan.pieces[-1][2] - plan.pieces[-1][1] == 15 * BLOCK
+
+
+def test_a_window_is_never_a_piece_of_its_own():
+    """Its worker would have a piece without keys beside pieces with keys, or nothing else."""
+    plan = balanced([0, 64, 128], workers=3)
+    assert [piece for piece in plan.pieces if piece[1] >= piece[2]] == [(0, 0, 0, -1, 1)]
 
 
 def test_as_many_sequences_as_workers_are_not_cut():

@@ -1,8 +1,9 @@
 """Plans steps into the same buffers, in Triton's interpreter, and prints the errors as JSON.
 
 A program of its own because TRITON_INTERPRET must be set before triton is imported. Lengths grow
-and shrink; every page table entry past a sequence's pages is huge, also those that the buffers keep
-from the step before; rows of other ranks, stale rows and rows of the window are NaN.
+and shrink, and some plans grow where they are; every page table entry past a sequence's pages is
+huge, also those that the buffers keep from the step before; rows of other ranks, stale rows and
+rows of the window are NaN.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from attention.backends.triton_backend import TritonBackend
-from attention.dcp import DcpAttention
+from attention.dcp import DcpAttention, DecodePlan
 from attention.exchanges.ag_rs import AgRsExchange
 from attention.interface import (
     AttentionResult,
@@ -43,14 +44,15 @@ class Case:
     window: int
     deterministic: bool = False
     fp8: bool = False
+    growth: int = 0
 
 
 CASES = (
-    Case(is_mla=True, dcp_size=1, window=1),
+    Case(is_mla=True, dcp_size=1, window=1, growth=2),
     Case(is_mla=True, dcp_size=2, window=3),
     Case(is_mla=False, dcp_size=1, window=4, fp8=True),
     Case(is_mla=False, dcp_size=2, window=1),
-    Case(is_mla=False, dcp_size=1, window=1, deterministic=True),
+    Case(is_mla=False, dcp_size=1, window=1, deterministic=True, growth=1),
 )
 
 
@@ -87,6 +89,7 @@ class Rank:
                 dtype=torch.float32,
                 kv_dtype=torch.float8_e4m3fn if case.fp8 else torch.float32,
                 device="cpu",
+                max_growth=case.growth,
             )
             for extra in (0, 2)
         ]
@@ -99,8 +102,8 @@ class Rank:
         return pool.to(torch.float8_e4m3fn) if self.case.fp8 else pool
 
 
-def page_table(lengths: list[int], dcp_size: int) -> Tensor:
-    counts = [-(-length // (PAGE_SIZE * dcp_size)) for length in lengths]
+def page_table(lengths: list[int], case: Case) -> Tensor:
+    counts = [-(-(n + case.growth) // (PAGE_SIZE * case.dcp_size)) if n else 0 for n in lengths]
     table = torch.full((len(lengths), 60), HUGE_PAGE, dtype=torch.int32)
     for row, pages in zip(table, (1 + torch.randperm(sum(counts))).split(counts), strict=True):
         row[: len(pages)] = pages
@@ -108,26 +111,40 @@ def page_table(lengths: list[int], dcp_size: int) -> Tensor:
 
 
 def step_error(case: Case, ranks: list[Rank], lengths: list[int], which: int) -> float:
-    """Largest error of a step that is planned into the buffers number `which`."""
+    """Largest error of a step that is planned into the buffers number `which`, and of those to
+    which it grows."""
+    table = page_table(lengths, case)
+    # Decode counts its new token, which is in the pool; a padding row has none.
+    in_hand = case.window if case.window > 1 else 0
+    totals = torch.tensor([n + in_hand if n else 0 for n in lengths], dtype=torch.int32)
+    batch = DecodeBatch(totals, table, case.window)
+    plans = [rank.layer.plan_decode(batch, "cpu", into=rank.buffers[which]) for rank in ranks]
+    errors = [forward_error(case, ranks, plans, lengths, table)]
+    for grown in range(1, case.growth + 1):
+        for rank in ranks:
+            rank.buffers[which].grow()
+        now = [n + grown if n else 0 for n in lengths]
+        errors.append(forward_error(case, ranks, plans, now, table))
+    return max(errors)
+
+
+def forward_error(
+    case: Case, ranks: list[Rank], plans: list[DecodePlan], lengths: list[int], table: Tensor
+) -> float:
     window, heads = case.window, 1 if case.is_mla else 3
     in_hand = window if window > 1 else 0
-    table = page_table(lengths, case.dcp_size)
     keys = [torch.randn(n + in_hand, heads, 48 if case.is_mla else 32) for n in lengths]
     if case.fp8:
         keys = [key.to(torch.float8_e4m3fn).float() for key in keys]
     values = [key[..., :32] if case.is_mla else key.flip(-1) for key in keys]
     q = torch.randn(len(lengths) * window, HEADS, keys[0].shape[-1])
-    # Decode counts its new token, which is in the pool; a padding row has none.
-    totals = [n + in_hand if n else 0 for n in lengths]
-    batch = DecodeBatch(torch.tensor(totals, dtype=torch.int32), table, window)
     tail = [
         k[n:] if n else k.new_full((in_hand, *k.shape[1:]), torch.nan)
         for k, n in zip(keys, lengths, strict=True)
     ]
     window_key = torch.cat(tail) if in_hand else None
     parts = []
-    for rank in ranks:
-        plan = rank.layer.plan_decode(batch, "cpu", into=rank.buffers[which])
+    for rank, plan in zip(ranks, plans, strict=True):
         pool = rank.pool(keys, lengths, table)
         if case.is_mla:
             latent = None if window_key is None else window_key[:, 0].contiguous()
@@ -137,7 +154,7 @@ def step_error(case: Case, ranks: list[Rank], lengths: list[int], which: int) ->
             cache = GQACache(pool, pool.float().flip(-1).to(pool.dtype))
             parts.append(plan.kernel.gqa(q, cache, window_key, value))
     error = 0.0
-    for b, length in enumerate(totals):
+    for b, length in enumerate(n + in_hand if n else 0 for n in lengths):
         rows = slice(b * window, (b + 1) * window)
         mine = [AttentionResult(part.out[rows], part.lse[rows]) for part in parts]
         if length == 0:
@@ -153,9 +170,14 @@ def step_error(case: Case, ranks: list[Rank], lengths: list[int], which: int) ->
             visible=window_visibility(window, length),
         )
         got = merge(mine)
-        error = max(error, float(((got.out - want.out).norm(dim=-1) / want.out.norm(dim=-1)).max()))
-        error = max(error, float((got.lse - want.lse).abs().max()))
+        rows_error = (got.out - want.out).norm(dim=-1) / want.out.norm(dim=-1)
+        error = max(error, largest(rows_error), largest((got.lse - want.lse).abs()))
     return error
+
+
+def largest(errors: Tensor) -> float:
+    """Infinite if one is NaN, which max() would pass over."""
+    return float(errors.nan_to_num(nan=torch.inf).max())
 
 
 def run(case: Case) -> dict[str, object]:

@@ -127,6 +127,16 @@ def test_a_draft_service_needs_a_drafter_and_excludes_an_embedded_one() -> None:
         ClusterSpec(model="/m", draft=(service,), drafter="/m")
 
 
+def test_up_gives_everyone_its_certificates(tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    up.add_arguments(parser)
+    given = ["--tls-certificate=a.crt", "--tls-private-key=a.key", "--tls-server-ca=ca.crt"]
+    spec = up.cluster_spec(parser.parse_args([f"--model={tmp_path}", *given]))
+    assert [flag for flag in spec.everyone if flag.startswith("--tls-")] == given
+    plain = up.cluster_spec(parser.parse_args([f"--model={tmp_path}"]))
+    assert not any(flag.startswith("--tls-") for flag in plain.everyone)
+
+
 def test_up_takes_drafters_and_draft_services(tmp_path: Path) -> None:
     parser = argparse.ArgumentParser()
     up.add_arguments(parser)

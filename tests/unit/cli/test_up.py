@@ -163,6 +163,16 @@ def test_an_unknown_worker_setting_is_refused_by_the_service(start: Start) -> No
     assert "--colour=red" in err
 
 
+def test_certificates_that_cannot_work_are_refused_with_every_reason(start: Start) -> None:
+    files = {"tls_certificate": "/nowhere/a.crt", "tls_private_key": "/nowhere/a.key"}
+    process = start(",".join(f"{name}={path}" for name, path in files.items()))
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "exited with code 2" in err
+    for name, path in files.items():
+        assert f"{name} is {path}: No such file or directory" in err
+
+
 def test_children_do_not_survive_a_killed_up(start: Start) -> None:
     process = start("tp=1")
     children = processes(ready(process))

@@ -39,6 +39,25 @@ def test_values_out_of_range_name_the_range() -> None:
         load("--max-attempts=0")
 
 
+def test_connections_live_for_ever_unless_told_otherwise() -> None:
+    assert load().connection_options() == []
+
+
+def test_the_grace_of_a_connection_is_longer_than_any_request() -> None:
+    flags = ["--max-connection-age-seconds=300", "--request-timeout-seconds=90"]
+    age = ("grpc.max_connection_age_ms", 300_000)
+    assert load(*flags).connection_options() == [age, ("grpc.max_connection_age_grace_ms", 120_000)]
+    flags.append("--max-connection-age-grace-seconds=90")
+    assert load(*flags).connection_options() == [age, ("grpc.max_connection_age_grace_ms", 90_000)]
+    with pytest.raises(ConfigError, match=r"is 89.0, accepted: 0 or at least .* 90.0"):
+        load(*flags[:2], "--max-connection-age-grace-seconds=89")
+
+
+def test_the_longest_grace_fits_what_grpc_takes() -> None:
+    config = load("--max-connection-age-seconds=1", "--request-timeout-seconds=3000000")
+    assert dict(config.connection_options())["grpc.max_connection_age_grace_ms"] == 2**31 - 1
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [

@@ -15,7 +15,13 @@ from coordinator.messages import WorkerInfo
 from coordinator.registry import Pool, Registry, Worker, WorkerState
 from coordinator.retries import Retries
 from coordinator.router import Placement
-from kvbraid.errors import DataLossError, DeadlineError, OverloadedError, UnavailableError
+from kvbraid.errors import (
+    DataLossError,
+    DeadlineError,
+    LeaseLostError,
+    OverloadedError,
+    UnavailableError,
+)
 from kvbraid.request import GenerateRequest, SamplingParams, TokenChunk
 from kvbraid.telemetry.metrics import PlacementMetrics
 from kvbraid.tokenizer import load_tokenizer
@@ -71,6 +77,14 @@ def test_damaged_rows_say_nothing_against_the_worker() -> None:
     case.fail(DataLossError("damaged"))
     assert case.workers[0].state is WorkerState.UP
     assert case.retries.failed_workers == []
+
+
+def test_a_lost_lease_speaks_against_the_handoff_and_for_another_decode_worker() -> None:
+    case = Case()
+    case.fail(LeaseLostError("rows did not get there"))
+    assert case.retries.broken_handoffs == [(case.sender, case.workers[0])]
+    assert case.retries.failed_workers == [case.workers[0]]
+    assert case.workers[0].state is WorkerState.UP
 
 
 def test_overload_is_passed_on_once_every_worker_has_refused() -> None:

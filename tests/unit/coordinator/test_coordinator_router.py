@@ -193,3 +193,24 @@ def test_a_missing_prefill_worker_is_replaced_or_reported() -> None:
 def test_a_prompt_too_long_for_prefill_workers_is_computed_where_it_fits() -> None:
     short = prefill("p", max_model_len=64)
     assert router(short, decode("d")).place(request(), ()).prefill is None
+
+
+def test_broken_handoffs_are_not_tried_again() -> None:
+    one, other = prefill("p"), prefill("q")
+    only = decode("a")
+    place = router(one, other, only).place
+    assert place(request(), (), (only,), [(one, only)]).prefill is other
+    assert place(request(), (), (only,), [(other, only)]).prefill is one
+    assert place(request(), (), (only,), [(one, only), (other, only)]).prefill is None
+
+
+def test_a_broken_handoff_leaves_the_same_prefill_worker_for_another_decode_worker() -> None:
+    sender, first, second = prefill("p"), decode("a"), decode("b")
+    placement = router(sender, first, second).place(request(), (), (first,), [(sender, first)])
+    assert (placement.prefill, placement.decode) == (sender, second)
+
+
+def test_without_fallback_a_broken_handoff_is_better_than_none() -> None:
+    sender, only = prefill("p"), decode("a")
+    placed = router(sender, only, prefill_fallback=False)
+    assert placed.place(request(), (), (only,), [(sender, only)] * 3).prefill is sender

@@ -11,7 +11,7 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from draft_service.batcher import Batcher, Computed, Job
-from kvbraid.speculative.proposal import Answer, DraftTask, Proposal
+from kvbraid.speculative.proposal import Answer, DraftTask, Proposal, Resync
 from kvbraid.telemetry.speculation_metrics import DraftMetrics
 
 
@@ -118,6 +118,18 @@ async def test_a_dropped_sequence_goes_before_its_step_and_after_earlier_ones(
     bench.submit("b", stream=2, drops="a")
     bench.submit(stream=3, drops="c")
     assert await bench.run() == [["a"], ["drop a"], ["drop c"], ["b"]]
+
+
+async def test_chunks_of_a_sequence_that_has_ended_do_not_begin_it_again(bench: Bench) -> None:
+    for key in "aab":
+        bench.submit(key, rows=8)
+    bench.submit("c", stream=1, drops="a")
+    assert await bench.run() == [["drop a"], ["c"], ["b"]]
+    answers = [done.result() for done in bench.done]
+    assert [a.answers for a in answers if a] == [
+        (Resync(0),), (Resync(0),), (Proposal((3,)),), (Proposal((2,)),)
+    ]  # fmt: skip
+    assert bench.registry.get_sample_value("kvbraid_draft_queued_sequences") == 0
 
 
 async def test_a_step_waits_for_those_of_other_active_streams(bench: Bench) -> None:

@@ -41,7 +41,7 @@ async def test_only_the_last_answers_are_kept() -> None:
 def test_workers_without_a_stream_make_room_oldest_first() -> None:
     evicted: list[int] = []
     sessions = Sessions(
-        max_sessions=2, max_keys=4, on_evict=lambda session: evicted.append(session.incarnation)
+        max_sessions=2, max_keys=4, on_forget=lambda session: evicted.append(session.incarnation)
     )
     first, second = object(), object()
     one = sessions.attach(1, first)

@@ -4,6 +4,7 @@ torch backend whose plans are written into one kernel."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -42,8 +43,15 @@ class ReplannedDecode:
     def __init__(self, backend: TorchBackend, call: DecodeCall, device: torch.device) -> None:
         self._backend, self._call, self._device = backend, call, device
         self._kernel: DecodeKernel | None = None
+        self._rows: DecodeRows | None = None
+
+    def grow(self) -> None:
+        assert self._rows is not None
+        lens = tuple(length + 1 if length else 0 for length in self._rows.committed_lens)
+        self.fill(replace(self._rows, committed_lens=lens))
 
     def fill(self, rows: DecodeRows) -> ReplannedDecode:
+        self._rows = rows
         self._kernel = self._backend.plan_decode(
             rows,
             kv_index=self._call.kv_index,

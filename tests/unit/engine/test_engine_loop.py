@@ -9,8 +9,9 @@ import pytest
 
 from kvbraid.engine.events import PromptSent
 from kvbraid.engine.kv_exchange import TransferProgress, failure_code
+from kvbraid.engine.rank_executor import StepOutput
 from kvbraid.engine.sequence import EngineRequest, SequenceKey, Source, Status
-from kvbraid.engine.step_plan import CloseGrant, EndSend, Release
+from kvbraid.engine.step_plan import CloseGrant, EndSend, Release, StepPlan
 from kvbraid.errors import (
     DataLossError,
     InvalidRequestError,
@@ -276,21 +277,24 @@ def test_a_refused_request_is_told_of_and_leaves_nothing_behind() -> None:
 
 
 class SilentEngine:
-    """Takes messages and never answers, as one whose thread has ended."""
+    """Takes messages and never answers, as one whose thread has ended or is stuck."""
+
+    def __init__(self) -> None:
+        self.aborted: list[SequenceKey] = []
 
     def submit(self, request: EngineRequest) -> None:
         pass
 
     def abort(self, key: SequenceKey, done: Callable[[bool], None]) -> None:
-        pass
+        self.aborted.append(key)
 
     def report_rows(self, done: Callable[[object], None]) -> None:
         pass
 
 
-def _streams() -> RequestStreams:
+def _streams(engine: SilentEngine | None = None) -> RequestStreams:
     streams = RequestStreams(asyncio.get_running_loop())
-    streams.attach(SilentEngine())  # type: ignore[arg-type]
+    streams.attach(engine or SilentEngine())  # type: ignore[arg-type]
     return streams
 
 
@@ -314,6 +318,29 @@ async def test_nobody_waits_for_an_engine_that_has_ended() -> None:
     with pytest.raises(UnavailableError):
         async with streams.open(_request("c")):
             pass
+
+
+async def test_a_stuck_engine_is_given_up_and_told_to_free_what_its_requests_held() -> None:
+    engine = SilentEngine()
+    streams = _streams(engine)
+    error = UnavailableError("stuck")
+
+    async def read(name: str) -> None:
+        async with streams.open(_request(name)) as events:
+            await events.next()
+
+    waiting = [asyncio.create_task(work) for work in (read("a"), streams.report_rows())]
+    await asyncio.sleep(0)
+    streams.give_up(error)
+    streams.give_up(error)
+    assert await asyncio.gather(*waiting, return_exceptions=True) == [error, error]
+    assert engine.aborted == [key_of("a")]
+    later = asyncio.create_task(read("b"))
+    await asyncio.sleep(0)
+    assert not later.done(), "what comes later may still be answered"
+    streams.give_up(error)
+    with pytest.raises(UnavailableError):
+        await later
 
 
 async def test_a_call_cancelled_again_while_it_aborts_still_frees_its_key() -> None:
@@ -355,3 +382,53 @@ def test_a_running_sequence_of_a_prefill_is_sending_until_every_row_is_acknowled
     assert seen == [Status.SENDING]
     assert world.tokens("a") == expected(range(10), 1)
     assert isinstance(world.events[-1], PromptSent)
+
+
+def test_beside_a_device_tokens_are_told_when_the_next_step_is_launched_and_in_order() -> None:
+    def run(is_device_apart: bool) -> tuple[ScriptedEngine, list[tuple[int, int]]]:
+        engine = ScriptedEngine(is_device_apart=is_device_apart)
+        told: list[tuple[int, int]] = []
+        compute = engine.rank.compute
+
+        def counting(plan: StepPlan) -> StepOutput:
+            told.append((sum(p.has_compute for p in engine.plans), len(engine.events)))
+            return compute(plan)
+
+        engine.rank.compute = counting  # type: ignore[method-assign]
+
+        def script() -> Script:
+            engine.submit("a", [1, 2, 3], max_tokens=5)
+            yield from engine.until(lambda: bool(engine.tokens("a")))
+            engine.submit("b", [4, 5], max_tokens=3)
+            yield
+
+        engine.run(script())
+        return engine, told
+
+    (at_once, told_at_once), (apart, told_apart) = run(False), run(True)
+    assert [e for e in apart.events if e.key == key_of("a")] == [
+        e for e in at_once.events if e.key == key_of("a")
+    ]
+    assert apart.tokens("b") == at_once.tokens("b") == expected([4, 5], 3)
+    # When a step computes, what the step before it gave is told, however late that was.
+    assert told_apart == told_at_once
+
+
+def test_beside_a_device_nothing_is_kept_back_when_the_engine_fails() -> None:
+    engine = ScriptedEngine(is_device_apart=True)
+    compute = engine.rank.compute
+
+    def fail_at_the_third(plan: StepPlan) -> StepOutput:
+        if len(engine.plans) == 3:
+            raise RuntimeError("the device is gone")
+        return compute(plan)
+
+    engine.rank.compute = fail_at_the_third  # type: ignore[method-assign]
+
+    def script() -> Script:
+        engine.submit("a", [1, 2, 3], max_tokens=9)
+        yield
+
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        engine.run(script())
+    assert engine.tokens("a") == expected([1, 2, 3], 2)

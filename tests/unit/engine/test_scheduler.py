@@ -386,3 +386,17 @@ def test_looking_only_after_a_release_plans_the_same_steps(
         worker.run()
         plans.append(worker.plans)
     assert plans[0] == plans[1]
+
+
+def test_prompt_tokens_that_wait_are_those_to_compute_here() -> None:
+    worker = ToyWorker(max_num_seqs=2)
+    worker.submit("a", range(20))
+    assert worker.scheduler.num_waiting_tokens == 20
+    worker.step()
+    assert worker.scheduler.num_waiting_tokens == 12
+    while worker.scheduler.num_waiting_tokens:
+        worker.step()
+    assert [len(s.token_ids) for s in worker.scheduler.active] == [21], "it decodes, and waits not"
+    for name, source in (("b", Source.HANDOFF), ("c", Source.HANDOFF), ("d", Source.COMPUTE)):
+        worker.submit(name, range(30, 37), source=source)
+    assert worker.scheduler.num_waiting_tokens == 7

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 import pytest
@@ -76,11 +77,15 @@ def losing_policy() -> DraftPolicy:
     return policy
 
 
-def losing_engine(drafter: DearDrafter, fusion: CountingFusion) -> ScriptedEngine:
+def losing_engine(
+    drafter: DearDrafter,
+    fusion: CountingFusion,
+    on_report: Callable[[SpeculationReport], None] = lambda report: None,
+) -> ScriptedEngine:
     rows = FusedRows(fusion, num_slots=NUM_SLOTS, logical_page_size=PAGE, dtype=torch.float32)
     speculation = DraftedDecoding(
         drafter, rows, losing_policy(), CoupledDrawing(), logical_page_size=PAGE,
-        max_model_len=250, vocab_size=VOCAB, on_report=lambda report: None,
+        max_model_len=250, vocab_size=VOCAB, on_report=on_report,
     )  # fmt: skip
     engine = ScriptedEngine(speculation=speculation, max_num_seqs=NUM_SEQUENCES + 1)
     RowKeeper(engine, rows)
@@ -173,8 +178,8 @@ def test_rows_are_kept_for_a_probe_that_is_near(steps_to_probe: int, is_wanted: 
 
 
 def test_a_losing_policy_is_asked_now_and_then_and_told_of_all() -> None:
-    drafter = DearDrafter()
-    engine = losing_engine(drafter, CountingFusion())
+    reports: list[SpeculationReport] = []
+    engine = losing_engine(DearDrafter(), CountingFusion(), reports.append)
     speculation = engine.engine._speculation
     assert isinstance(speculation, DraftedDecoding)
     policy = speculation.policy
@@ -182,8 +187,6 @@ def test_a_losing_policy_is_asked_now_and_then_and_told_of_all() -> None:
     asked: list[int] = []
     plan = policy.plan
     policy.plan = lambda slots, limits: asked.append(len(slots)) or plan(slots, limits)  # type: ignore[func-returns-value,method-assign]
-    reports: list[SpeculationReport] = []
-    speculation._on_report = reports.append
 
     def script() -> Script:
         engine.submit("a", [1, 2, 3], max_tokens=100)

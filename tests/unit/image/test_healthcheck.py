@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from kvbraid.rpc.ready import ReadyReport, write_ready
+from kvbraid.rpc.ready import write_ready
 from kvbraid.rpc.server import RpcServer
 from kvbraid.settings import ServerSettings
 from kvbraid.telemetry.metrics import WorkerMetrics
+from kvbraid.testing.certificates import CertificateAuthority
 
 SCRIPT = Path(__file__).resolve().parents[3] / "deploy" / "docker" / "healthcheck.py"
 
@@ -38,7 +39,7 @@ async def test_it_follows_the_service_from_start_through_drain(tmp_path: Path) -
     await server.start()
     try:
         await server.set_serving(True)
-        write_ready(ready_file, ReadyReport("decode", 1, server.address, ""))
+        write_ready(ready_file, server.ready_report(metrics=""))
         code, output = await check(ready_file)
         assert (code, output) == (0, f"{server.address} is SERVING\n")
         await server.drain()
@@ -49,6 +50,25 @@ async def test_it_follows_the_service_from_start_through_drain(tmp_path: Path) -
     code, output = await check(ready_file)
     assert code == 1
     assert "does not answer" in output
+
+
+@pytest.mark.parametrize("health_port", [None, 0])
+async def test_under_tls_it_asks_the_health_port(tmp_path: Path, health_port: int | None) -> None:
+    tls = CertificateAuthority(tmp_path).mutual("decode")
+    settings = ServerSettings(tls=tls, health_port=health_port)
+    server = RpcServer(role="decode", settings=settings, metrics=WorkerMetrics(role="decode").rpc)
+    await server.start()
+    try:
+        await server.set_serving(True)
+        report = server.ready_report(metrics="")
+        write_ready(tmp_path / "ready", report)
+        code, output = await check(tmp_path / "ready")
+    finally:
+        await server.stop()
+    if health_port is None:
+        assert (code, "set health_port" in output) == (1, True)
+    else:
+        assert (code, output) == (0, f"{report.health} is SERVING\n")
 
 
 @pytest.mark.parametrize("text", ["", "{}"])

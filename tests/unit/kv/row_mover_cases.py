@@ -121,7 +121,7 @@ def stores_of(case: Case, device: torch.device) -> list[RowStore]:
             "per_tensor": torch.tensor(
                 [[9.0], [(0.0625 if case.is_exact else 0.03) * (1 + number)]]
             ),
-            "per_token": torch.full(shape, -7.0),
+            "per_token": torch.full((NUM_LAYERS, NUM_PAGES, heads, case.page_size), -7.0),
         }[case.scale]
         scale = None if scale is None else scale.to(device)
         stores.append(RowStore(rows.view(dtype).to(device), scale))
@@ -238,7 +238,12 @@ def bits(tensor: Tensor) -> Tensor:
 def parts_of(stores: list[RowStore]) -> list[Tensor]:
     """Every tensor of a pool whose first two dimensions are layers and rows."""
     scales = [store.scale for store in stores if store.scale is not None and store.is_per_token]
-    return [store.rows for store in stores] + [scale[..., None] for scale in scales]
+    return [store.rows for store in stores] + [rows_of_scales(scale)[..., None] for scale in scales]
+
+
+def rows_of_scales(scale: Tensor) -> Tensor:
+    """[L, N, Hk, P] -> [L, N * P, Hk]."""
+    return scale.transpose(2, 3).flatten(1, 2)
 
 
 def same(got: list[RowStore], want: list[RowStore]) -> bool:
@@ -268,7 +273,8 @@ def error(
         scale = torch.ones(1, dtype=torch.float64)
         if store.scale is not None:
             scale = store.scale[LAYER].double()
-            scale = scale[row][:, None] if store.is_per_token else scale
+            if store.is_per_token:
+                scale = rows_of_scales(store.scale)[LAYER, row][:, None].double()
         if store.rows.dtype == torch.float8_e4m3fn:
             want = want.clamp(-FP8_MAX * scale, FP8_MAX * scale)
         have = store.rows[LAYER, row].float().double() * scale

@@ -41,11 +41,11 @@ def test_each_row_of_a_per_token_pool_has_a_scale_of_its_own() -> None:
     assert isinstance(cache, GQACache)
     assert cache.key_scale is not None
     assert cache.value_scale is not None
-    assert cache.key_scale.shape == cache.value_scale.shape == (4, 4, 2)
+    assert cache.key_scale.shape == cache.value_scale.shape == (4, 2, 4)
     for token, row in ((0, 0), (2, 2)):
         scale = key[token].abs().amax(-1) / 448
-        torch.testing.assert_close(cache.key_scale[1, row], scale)
-        stored = cache.key[1, row].float() * cache.key_scale[1, row][:, None]
+        torch.testing.assert_close(cache.key_scale[1, :, row], scale)
+        stored = cache.key[1, row].float() * cache.key_scale[1, :, row][:, None]
         torch.testing.assert_close(stored, key[token], rtol=2**-4, atol=float(scale.max()) * 2**-10)
         assert cache.value[1, row].float().count_nonzero() == 0
     assert cache.key_scale.isfinite().sum() == cache.value_scale.isfinite().sum() == 4

@@ -8,7 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attention.layout import StripeLayout
-from kvbraid.kv.slots import LogicalSlots, PhysicalRows, local_indices, owners_of, slots_of
+from kvbraid.kv.slots import (
+    LogicalSlots,
+    PhysicalRows,
+    local_indices,
+    owners_of,
+    slots_between,
+    slots_of,
+)
 
 
 @st.composite
@@ -57,3 +64,20 @@ def test_position_outside_the_table_is_refused_with_the_range(position: int) -> 
 def test_only_one_dimensional_integer_arrays_become_ids(kind: type, wrong: object) -> None:
     with pytest.raises(TypeError, match=kind.__name__):
         kind(wrong)
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 4])
+def test_a_range_of_positions_has_the_slots_of_its_positions(page_size: int) -> None:
+    pages = [5, 1, 7, 2]
+    most = len(pages) * page_size
+    for first in range(most + 1):
+        for end in range(first, most + 1):
+            expected = slots_of(pages, np.arange(first, end), page_size)
+            found = slots_between(pages, first, end, page_size)
+            assert found.array.tolist() == expected.array.tolist()
+
+
+@pytest.mark.parametrize(("first", "end"), [(-1, 2), (3, 2), (0, 9), (9, 9)])
+def test_a_range_outside_of_the_pages_is_refused(first: int, end: int) -> None:
+    with pytest.raises(ValueError, match=rf"\[{first}, {end}\) are outside of 2 pages of 4"):
+        slots_between([5, 1], first, end, 4)

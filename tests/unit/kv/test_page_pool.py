@@ -228,3 +228,40 @@ def test_bytes_count_every_page_layer_and_head() -> None:
 def test_impossible_specs_are_refused(changes: tuple[str, int, int, int, int]) -> None:
     with pytest.raises(ValueError, match=r"must be|takes one head"):
         KvSpec(*changes, torch.float32)
+
+
+@pytest.mark.parametrize("spec", [GQA, MLA], ids=["gqa", "mla"])
+def test_parts_of_a_plan_are_refilled_with_it(spec: KvSpec) -> None:
+    pool = poisoned(spec, num_pages=5, page_size=2)
+    plan = pool.write_plan(logical(0, 0, 0, 0))
+    parts = pool.write_plan_parts(plan, 2)
+    pool.write_plan(logical(9, 4, 5), into=plan)
+    rows = token_rows(spec, 4)
+    for number, part in enumerate(parts):
+        pool.write(0, part, *(tensor[2 * number : 2 * number + 2] for tensor in rows))
+    for tensor, stored in zip(rows, pool.layer(0)[: len(rows)], strict=True):
+        for token, slot in enumerate((9, 4, 5, 0)):
+            assert torch.equal(stored[slot // 2, slot % 2], tensor[token].to(spec.dtype))
+    assert pool.count_finite_rows() == 4 * spec.num_heads
+
+
+def test_parts_of_the_triton_movers_plans_share_its_memory() -> None:
+    pytest.importorskip("triton")
+    from attention.backends.triton_rows import TritonRows
+    from attention.kv_rows import RowStore
+
+    mover = TritonRows([RowStore(torch.zeros(1, 8, 1, 4))], StripeLayout(1, 0, 2))
+    plan = mover.plan(np.zeros(4, dtype=np.int64))
+    parts = mover.parts(plan, 2)
+    mover.refill(plan, np.array([7, 3, 5]))
+    assert [part.slots.tolist() for part in parts] == [[7, 3], [5, 0]]
+    assert [part.num_tokens for part in parts] == [2, 2]
+
+
+def test_parts_that_a_plan_does_not_have_are_refused() -> None:
+    pool = poisoned(GQA, num_pages=5, page_size=2)
+    with pytest.raises(ValueError, match="parts of 3 do not divide a plan of 4 tokens"):
+        pool.write_plan_parts(pool.write_plan(logical(2, 3, 4, 5)), 3)
+    striped = poisoned(GQA, num_pages=5, page_size=2, size=2)
+    with pytest.raises(ValueError, match="on one rank only, not on 2"):
+        striped.write_plan_parts(striped.write_plan(logical(2, 3)), 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,20 @@ def run_tests(promtool: Any, folder: Path, alert: str, *groups: dict[str, Any]) 
 def test_every_alert_has_a_case() -> None:
     names = [rule.name for rule in ALERTS.rules if isinstance(rule, Alert)]
     assert sorted(case.alert for case in CASES) == sorted(names)
+
+
+def test_the_files_hold_the_alerts_that_have_cases() -> None:
+    placed = ROOT / "deploy/helm/kvbraid/files/alerts/alerts.yaml"
+    for path in (PLAIN / "alerts.yaml", placed):
+        names = re.findall(r"alert: (\w+)", path.read_text(encoding="utf-8"))
+        assert sorted(names) == sorted(case.alert for case in CASES), path
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.alert)
+def test_a_case_keeps_silent_for_its_values_and_not_for_want_of_them(case: AlertCase) -> None:
+    fires, silent = ({name.partition("{")[0] for name in s} for s in (case.fires, case.silent))
+    assert fires == silent
+    assert case.fires != case.silent
 
 
 def test_rules_parse(promtool: Any) -> None:

@@ -72,6 +72,29 @@ async def test_health_follows_the_role_through_check_and_watch(loopback: Any, se
     watch.cancel()
 
 
+async def test_a_process_is_live_whether_it_serves_or_not(loopback: Any) -> None:
+    stub = health_pb2_grpc.HealthStub(loopback.channel)
+    request = health_pb2.HealthCheckRequest(service="live")
+    watch = stub.Watch(request, timeout=10)
+    assert (await watch.read()).status == SERVING
+    await loopback.server.set_serving(False)
+    assert await loopback.server.drain()
+    assert (await stub.Check(request, timeout=5)).status == SERVING
+    await loopback.server.set_live(False)
+    assert (await watch.read()).status == NOT_SERVING
+    await loopback.server.set_live(True)
+    assert (await watch.read()).status == SERVING
+    watch.cancel()
+
+
+async def test_nothing_serves_again_after_a_drain(loopback: Any) -> None:
+    assert await loopback.server.drain()
+    await loopback.server.set_serving(True)
+    request = health_pb2.HealthCheckRequest(service="decode")
+    answer = await health_pb2_grpc.HealthStub(loopback.channel).Check(request, timeout=5)
+    assert answer.status == NOT_SERVING
+
+
 async def test_server_listens_before_it_serves() -> None:
     server = RpcServer(
         role="prefill", settings=ServerSettings(), metrics=WorkerMetrics("prefill").rpc

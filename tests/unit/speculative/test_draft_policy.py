@@ -410,3 +410,45 @@ def test_slots_are_given_back() -> None:
     with pytest.raises(ValueError, match="not open"):
         policy.close(slots[0])
     assert policy.open() == slots[0]
+
+
+def worker_of(policy: DraftPolicy, quality: list[float], num_tokens: int) -> Worker:
+    """One sequence after the other, drafted for as well as quality[0] says at the time."""
+    return Worker(
+        policy,
+        MACHINES["saturated"],
+        batch=1,
+        num_tokens=num_tokens,
+        quality=[lambda _: quality[0]],
+        seed=1,
+    )
+
+
+def test_where_one_text_has_stopped_drafting_the_next_is_expected_to_be_drafted_for() -> None:
+    policy = DraftPolicy(MAX_DRAFTS, width_rule=best_width, drafts_in_blocks=False)
+    quality = [0.95]
+    worker = worker_of(policy, quality, num_tokens=3000)
+    for _ in range(200):
+        worker.step()
+    assert policy.is_drafting
+    quality[0] = 0.6
+    for _ in range(200):
+        worker.step()
+        if not policy.is_drafting:
+            break
+    assert policy.break_even.reason is PlainReason.BELOW_BREAK_EVEN
+    assert policy.steps_to_probe == 0
+
+
+def test_where_no_text_is_drafted_well_none_is_expected_to_be_before_the_probe() -> None:
+    policy = DraftPolicy(MAX_DRAFTS, width_rule=best_width, drafts_in_blocks=False)
+    worker = worker_of(policy, [0.0], num_tokens=200)
+    for _ in range(400):
+        worker.step()
+    assert not policy.is_drafting
+    num_probes, num_steps = policy.break_even.num_probes, policy.steps_to_probe
+    assert num_steps > 0
+    while policy.break_even.num_probes == num_probes:
+        worker.step()
+        num_steps -= 1
+    assert -64 < num_steps < 64, "looked at again after 64 steps at most"

@@ -55,6 +55,9 @@ spec:
         {{- end }}
         {{- if eq .place "first" }}
         - {name: metrics, containerPort: {{ int $facts.metrics_port }}}
+        {{- if $facts.health_port }}
+        - {name: health, containerPort: {{ int $facts.health_port }}}
+        {{- end }}
         {{- end }}
       {{- include "kvbraid.probes" . | nindent 6 }}
       {{- if $values.pre_stop_seconds }}
@@ -75,6 +78,9 @@ spec:
         {{- if ne .root.Values.model_volume.kind "none" }}
         - {name: models, mountPath: {{ .root.Values.model_volume.mount_path }}, readOnly: true}
         {{- end }}
+        {{- with (include "kvbraid.tls_mounts" . | trim) }}
+        {{- . | nindent 8 }}
+        {{- end }}
   volumes:
     - name: settings
       configMap: {name: {{ include "kvbraid.role_name" . }}}
@@ -85,6 +91,9 @@ spec:
       emptyDir: {medium: Memory, sizeLimit: {{ $values.shared_memory }}}
     {{- end }}
     {{- include "kvbraid.model_volume" .root | nindent 4 }}
+    {{- with (include "kvbraid.tls_volumes" . | trim) }}
+    {{- . | nindent 4 }}
+    {{- end }}
 {{- end -}}
 
 {{/* What every pod has in common. */}}

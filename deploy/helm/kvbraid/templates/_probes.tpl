@@ -1,32 +1,14 @@
-{{/* Probes. gRPC health tells readiness: NOT_SERVING while loading, draining and, on a coordinator,
-     without a decode worker. Liveness must not follow it there: a coordinator without workers is
-     alive. It asks for an answer of the event loop, and the kubelet ends it when the pod ends. */}}
+{{/* Probes ask gRPC health. The role's name tells readiness: NOT_SERVING while loading, draining and,
+     on a coordinator, without a decode worker. `live` tells liveness: a coordinator without workers
+     is alive. They ask the health port where there is one, which is plaintext: the kubelet speaks
+     no TLS. Without one, a coordinator's liveness is an answer of its HTTP API. */}}
 
 {{/* Takes root, role, place: "first" has rank 0, "other" is another host of a group. */}}
 {{- define "kvbraid.probes" -}}
 {{- $values := index .root.Values .role -}}
 {{- $facts := include "kvbraid.facts" . | fromJson -}}
-{{- if eq .role "coordinator" -}}
-startupProbe:
-  httpGet: {path: /v1/models, port: http}
-  {{- include "kvbraid.startup_budget" $values | nindent 2 }}
-readinessProbe:
-  grpc: {port: {{ int $facts.port }}, service: coordinator}
-  {{- include "kvbraid.readiness_pace" . | nindent 2 }}
-livenessProbe:
-  httpGet: {path: /v1/models, port: http}
-  {{- include "kvbraid.liveness_pace" . | nindent 2 }}
-{{- else if eq .place "first" -}}
-startupProbe:
-  grpc: {port: {{ int $facts.port }}, service: {{ .role }}}
-  {{- include "kvbraid.startup_budget" $values | nindent 2 }}
-readinessProbe:
-  grpc: {port: {{ int $facts.port }}, service: {{ .role }}}
-  {{- include "kvbraid.readiness_pace" . | nindent 2 }}
-livenessProbe:
-  grpc: {port: {{ int $facts.port }}}
-  {{- include "kvbraid.liveness_pace" . | nindent 2 }}
-{{- else -}}
+{{- $port := $facts.health_port | default $facts.port | int -}}
+{{- if ne .place "first" -}}
 {{- /* Ranks above 0 listen once they have loaded; their heartbeats find those that are stuck. */ -}}
 startupProbe:
   tcpSocket: {port: grpc}
@@ -34,6 +16,25 @@ startupProbe:
 readinessProbe:
   tcpSocket: {port: grpc}
   {{- include "kvbraid.readiness_pace" . | nindent 2 }}
+{{- else -}}
+{{- $live := printf "grpc: {port: %d, service: live}" $port -}}
+{{- $ready := printf "grpc: {port: %d, service: %s}" $port .role -}}
+{{- $started := $ready -}}
+{{- if eq .role "coordinator" -}}
+{{- if not $facts.health_port -}}
+{{- $live = "httpGet: {path: /v1/models, port: http}" -}}
+{{- end -}}
+{{- $started = $live -}}
+{{- end -}}
+startupProbe:
+  {{ $started }}
+  {{- include "kvbraid.startup_budget" $values | nindent 2 }}
+readinessProbe:
+  {{ $ready }}
+  {{- include "kvbraid.readiness_pace" . | nindent 2 }}
+livenessProbe:
+  {{ $live }}
+  {{- include "kvbraid.liveness_pace" . | nindent 2 }}
 {{- end -}}
 {{- end -}}
 

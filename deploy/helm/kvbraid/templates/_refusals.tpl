@@ -18,6 +18,8 @@
 {{- fail (printf "%s.settings.advertise_host is one name for several pods: leave it empty, every pod then gives its own address" $role) -}}
 {{- end -}}
 {{- include "kvbraid.refuse_ports" . -}}
+{{- include "kvbraid.refuse_health_port" . -}}
+{{- include "kvbraid.refuse_role_tls" . -}}
 {{- end -}}
 
 {{/* Rank r of a pod listens on settings.port + r; rank r of a worker has metrics on metrics_port + r. */}}

@@ -23,6 +23,7 @@
   "port" (int $settings.port)
   "last_port" (sub (add (int $settings.port) $ranks) 1)
   "metrics_port" (int $settings.metrics_port)
+  "health_port" ($settings.health_port | default (include "kvbraid.default_health_port" .) | int)
   "grace_seconds" (add $drain (int $values.pre_stop_seconds) (include "kvbraid.stop_seconds" . | int))
 -}}
 {{- $facts | toJson -}}
@@ -31,6 +32,12 @@
 {{/* After the drain a process unwinds its calls, then its engine and its ranks end: 5 s each. */}}
 {{- define "kvbraid.stop_seconds" -}}
 20
+{{- end -}}
+
+{{/* With certificates out of `tls`, since probes speak no TLS; 0 without. */}}
+{{- define "kvbraid.default_health_port" -}}
+{{- $tls := include "kvbraid.tls_settings" . | fromJson -}}
+{{ hasKey $tls "tls_certificate" | ternary 8081 0 }}
 {{- end -}}
 
 {{/* A quantity of CPU as a whole number of cores, at least 1. */}}
@@ -66,6 +73,12 @@
 {{- $facts := include "kvbraid.facts" $of | fromJson -}}
 {{- $_ := set $derived "draft_worker" (printf "%s.%s.svc:%d" (include "kvbraid.role_name" $of) .root.Release.Namespace (int $facts.port)) -}}
 {{- $_ := set $derived "tap_fusion" (include "kvbraid.settings" $of | fromJson).drafter -}}
+{{- end -}}
+{{- range $name, $value := include "kvbraid.tls_settings" . | fromJson -}}
+{{- $_ := set $derived $name $value -}}
+{{- end -}}
+{{- with include "kvbraid.default_health_port" . | int -}}
+{{- $_ := set $derived "health_port" . -}}
 {{- end -}}
 {{- $derived | toJson -}}
 {{- end -}}

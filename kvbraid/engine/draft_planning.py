@@ -1,0 +1,130 @@
+"""Asks a draft policy what to do and tells it what came of it, while the device is busy where that
+is possible: a plan and its books take as long as a tenth of a short step.
+
+The plan for the next step of the same sequences is made while this one runs, so it does not know
+this one's outcome yet.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from typing import NamedTuple
+
+from kvbraid.engine.quiet_steps import QuietSteps
+from kvbraid.engine.sequence import Sequence
+from kvbraid.engine.speculation import SpeculationReport
+from kvbraid.speculative.break_even import PlainReason
+from kvbraid.speculative.draft_plan import DraftPlan, Policy, StepOutcome
+
+_NOT_WORTHWHILE = "not_worthwhile"
+
+
+class Asking(NamedTuple):
+    """Sequences that decode in a step. numbers: the policy's. limits: most drafts of each."""
+
+    decoding: Seq[Sequence]
+    numbers: Seq[int]
+    limits: Seq[int]
+
+    def is_of(self, decoding: Seq[Sequence]) -> bool:
+        """Whether these are the sequences, in this order."""
+        return len(decoding) == len(self.decoding) and all(
+            map(operator.is_, decoding, self.decoding)
+        )
+
+
+class _Executed(NamedTuple):
+    outcome: StepOutcome
+    report: SpeculationReport
+
+
+class DraftPlanning:
+    """Used by rank 0's engine thread. policy: may be changed while nothing runs."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        limit: Callable[[Sequence], int],
+        on_report: Callable[[SpeculationReport], None],
+    ) -> None:
+        """limit: most drafts of a sequence in its next step."""
+        self.policy = policy
+        self._limit = limit
+        self._on_report = on_report
+        self._quiet = QuietSteps()
+        self._is_worthwhile = True
+        self._asked: Asking | None = None
+        self._ahead: DraftPlan | None = None
+        self._executed: _Executed | None = None
+
+    def is_quiet(self, decoding: Seq[Sequence]) -> bool:
+        """Whether the next step, of these sequences, needs no plan and no drafts."""
+        if not self._quiet.begin(decoding):
+            return False
+        self._asked = None
+        return True
+
+    def plan(self, asking: Asking, report: SpeculationReport) -> DraftPlan:
+        """What to ask of the drafter. report: of this step; gets the plain steps before it too."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and self._asked is not None and self._asked.is_of(asking.decoding):
+            plan = _within(ahead, asking.limits)
+        else:
+            self.settle()
+            self._tell_of_quiet_steps(report)
+            plan = self.policy.plan(asking.numbers, asking.limits)
+        self._asked = asking
+        self._quiet.allow(asking.decoding, plan.num_same)
+        self._is_worthwhile = plan.reason in (None, PlainReason.NOT_ALLOWED)
+        self._count_plain(len(asking.decoding), report)
+        return plan
+
+    def end(self, report: SpeculationReport) -> None:
+        """Nothing decodes in the next step. report: of the plain steps before it."""
+        self.settle()
+        self._tell_of_quiet_steps(report)
+        self._asked = self._ahead = None
+        if report.plain:
+            self._on_report(report)
+
+    def _tell_of_quiet_steps(self, report: SpeculationReport) -> None:
+        num_steps, num_windows = self._quiet.end()
+        if num_steps:
+            self.policy.skip(num_steps)
+            self._count_plain(num_windows, report)
+
+    def quiet_step_ran(self, num_windows: int) -> None:
+        """A quiet step of so many sequences was executed."""
+        self._quiet.ran(num_windows)
+
+    def ran(self, outcome: StepOutcome, report: SpeculationReport) -> None:
+        """A planned step was executed. The policy and the metrics learn of it a little later."""
+        self._executed = _Executed(outcome, report)
+
+    def settle(self) -> None:
+        """Tell what has run: before the policy's numbers are given to others."""
+        executed, self._executed = self._executed, None
+        if executed is not None:
+            self.policy.record(executed.outcome)
+            self._on_report(executed.report)
+
+    def meanwhile(self) -> None:
+        """The device is busy: keep the books, and plan the next step of the same sequences."""
+        self.settle()
+        asked = self._asked
+        if asked is not None and not self._quiet.is_allowed:
+            limits = [self._limit(sequence) for sequence in asked.decoding]
+            self._ahead = self.policy.plan(asked.numbers, limits)
+
+    def _count_plain(self, num_windows: int, report: SpeculationReport) -> None:
+        if not self._is_worthwhile and num_windows:
+            report.plain[_NOT_WORTHWHILE] += num_windows
+
+
+def _within(plan: DraftPlan, limits: Seq[int]) -> DraftPlan:
+    """A sequence has fewer tokens left than when the plan was made."""
+    return replace(plan, num_wanted=tuple(map(min, plan.num_wanted, limits)))

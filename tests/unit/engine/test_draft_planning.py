@@ -1,0 +1,138 @@
+"""The policy is asked and told while the device is busy, in an order that it can rely on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import cast
+
+import pytest
+
+from kvbraid.engine.draft_planning import Asking, DraftPlanning
+from kvbraid.engine.sequence import Sequence
+from kvbraid.engine.speculation import SpeculationReport
+from kvbraid.speculative.break_even import PlainReason
+from kvbraid.speculative.draft_plan import DraftPlan, StepOutcome
+from kvbraid.speculative.fixed_policy import FixedPolicy
+
+REPORT = SpeculationReport()
+
+
+class Listening(FixedPolicy):
+    """Writes down what it is asked and told."""
+
+    def __init__(self, num_same: int = 0) -> None:
+        super().__init__(4)
+        self.heard: list[object] = []
+        self.num_same = num_same
+
+    def plan(self, slots: Seq[int], limits: Seq[int]) -> DraftPlan:
+        self.heard.append(("plan", *slots, *limits))
+        if self.num_same:
+            none = (0,) * len(slots)
+            reason = PlainReason.BELOW_BREAK_EVEN
+            return DraftPlan(none, 1, reason=reason, num_same=self.num_same)
+        return super().plan(slots, limits)
+
+    def record(self, outcome: StepOutcome) -> None:
+        self.heard.append(("record", *outcome.slots))
+
+    def skip(self, num_steps: int) -> None:
+        self.heard.append(("skip", num_steps))
+
+
+class Ticket:
+    """Stands for a sequence: planning looks at nothing but who it is."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+
+
+def planning_of(policy: Listening) -> tuple[DraftPlanning, list[SpeculationReport]]:
+    reports: list[SpeculationReport] = []
+    planning = DraftPlanning(
+        policy, limit=lambda s: cast(Ticket, s).limit, on_report=reports.append
+    )
+    return planning, reports
+
+
+def asking(*tickets: Ticket) -> Asking:
+    decoding = cast("list[Sequence]", list(tickets))
+    return Asking(decoding, list(range(len(tickets))), [ticket.limit for ticket in tickets])
+
+
+def outcome(*slots: int) -> StepOutcome:
+    return StepOutcome(
+        slots=slots,
+        width=1,
+        num_verified=[0] * len(slots),
+        num_accepted=[0] * len(slots),
+        confidences=[()] * len(slots),
+        num_asked=0,
+        num_drafting=0,
+        draft_seconds=0.0,
+        step_seconds=1.0,
+        has_prompt_rows=False,
+    )
+
+
+def test_books_are_kept_and_the_next_plan_is_made_while_a_step_runs() -> None:
+    policy = Listening()
+    planning, reports = planning_of(policy)
+    ticket = Ticket(limit=9)
+    planning.plan(asking(ticket), REPORT)
+    planning.ran(outcome(0), REPORT)
+    assert (policy.heard, reports) == ([("plan", 0, 9)], [])
+    planning.meanwhile()
+    assert policy.heard[1:] == [("record", 0), ("plan", 0, 9)]
+    assert reports == [REPORT]
+    planning.plan(asking(ticket), REPORT)
+    assert len(policy.heard) == 3, "the plan was there already"
+
+
+def test_a_plan_made_ahead_keeps_to_the_limits_of_its_step() -> None:
+    planning, _ = planning_of(Listening())
+    near, far = Ticket(limit=3), Ticket(limit=9)
+    planning.plan(asking(near, far), REPORT)
+    planning.meanwhile()
+    near.limit = 1
+    assert planning.plan(asking(near, far), REPORT).num_wanted == (1, 4)
+
+
+def test_other_sequences_are_planned_for_after_the_books_are_kept() -> None:
+    policy = Listening()
+    planning, _ = planning_of(policy)
+    old, new = Ticket(limit=9), Ticket(limit=8)
+    planning.plan(asking(old), REPORT)
+    planning.meanwhile()
+    planning.ran(outcome(0), REPORT)
+    planning.plan(asking(old, new), REPORT)
+    assert policy.heard[2:] == [("record", 0), ("plan", 0, 1, 9, 8)]
+
+
+@pytest.mark.parametrize("num_quiet", [1, 5])
+def test_quiet_steps_are_told_together_after_the_step_before_them(num_quiet: int) -> None:
+    policy = Listening(num_same=5)
+    planning, reports = planning_of(policy)
+    ticket, report = Ticket(limit=9), SpeculationReport()
+    planning.plan(asking(ticket), SpeculationReport())
+    planning.ran(outcome(0), REPORT)
+    for _ in range(num_quiet):
+        assert planning.is_quiet(asking(ticket).decoding)
+        planning.meanwhile()
+        planning.quiet_step_ran(1)
+    planning.end(report)
+    assert policy.heard == [("plan", 0, 9), ("record", 0), ("skip", num_quiet)]
+    assert reports == [REPORT, report]
+    assert report.plain["not_worthwhile"] == num_quiet
+
+
+def test_a_policy_is_not_told_of_steps_that_another_one_planned() -> None:
+    first, second = Listening(), Listening()
+    planning, _ = planning_of(first)
+    planning.plan(asking(Ticket(limit=9)), REPORT)
+    planning.ran(outcome(0), REPORT)
+    planning.settle()
+    planning.policy = second
+    planning.end(SpeculationReport())
+    assert first.heard[-1] == ("record", 0)
+    assert second.heard == []
