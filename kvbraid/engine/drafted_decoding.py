@@ -8,7 +8,7 @@ the outcome. Whatever a drafter does, the tokens are the target's own.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -47,8 +47,9 @@ class GrantingDrafting(Drafting, Protocol):
         """Take what was pushed since the last step, also where nothing decodes."""
         ...
 
-    def await_rows(self, keys: Seq[str]) -> None:
-        """These sequences are drafted for next: wait a moment for rows that are on the way."""
+    def await_rows(self, keys: Seq[str]) -> Collection[str]:
+        """These sequences are drafted for next; those among them whose prompt's rows are still on
+        the way, and which therefore decode plainly in this step."""
         ...
 
 
@@ -271,14 +272,17 @@ class DraftedDecoding:
             for sequence, entry, num_wanted in zip(decoding, told, plan.num_wanted, strict=True)
             if num_wanted
         ]
-        self._drafting.await_rows([entry.key for _, entry, _ in wanting])
+        late = self._drafting.await_rows([entry.key for _, entry, _ in wanting])
+        wanting = [item for item in wanting if item[1].key not in late]
+        if not wanting:
+            return
         wanted = [
             Wanted(sequence, entry.key, entry.num_rows, num_wanted, entry.drawn_at)
             for sequence, entry, num_wanted in wanting
         ]
         tasks = draft_tasks(wanted, self._rows, self._page_size)
         answers = self._drafting.step(tasks)
-        asked.num_asked = max(plan.num_wanted)
+        asked.num_asked = max(num_wanted for _, _, num_wanted in wanting)
         asked.num_drafting = len(tasks)
         for (sequence, entry, _), task, answer in zip(wanting, tasks, answers, strict=True):
             match answer:

@@ -63,7 +63,11 @@ class ParallelSettings:
         minimum=0.1,
     )
     threads_per_rank: int = setting(
-        0, "CPU threads of a rank; 0 shares the cores among the ranks.", unit="threads", minimum=0
+        0,
+        "CPU threads of a rank; 0 shares the cores among the ranks, of which one on a GPU takes at "
+        "most 4.",
+        unit="threads",
+        minimum=0,
     )
     debug_guard: bool = setting(
         False,
@@ -188,8 +192,8 @@ class SpeculativeSettings:
         "costs are learnt in use only.", unit="seconds", minimum=0, maximum=600,
     )  # fmt: skip
     draft_timeout_ms: float = setting(
-        50.0, "Longest that a step waits for draft_worker or for a prompt's rows; it decodes "
-        "plainly then.",
+        50.0, "Longest that a step waits for draft_worker or, with draft_policy=fixed, for a "
+        "prompt's rows; it decodes plainly then.",
         unit="milliseconds", minimum=0.1, maximum=60000,
     )  # fmt: skip
     draft_timeout_fraction: float = setting(

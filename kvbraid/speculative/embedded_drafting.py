@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from kvbraid.speculative.proposal import Answer, DraftTask
 from kvbraid.speculative.proposer import Proposer
@@ -26,8 +26,9 @@ class EmbeddedDrafting:
     def take_rows(self) -> None:
         """Nothing is pushed."""
 
-    def await_rows(self, keys: Sequence[str]) -> None:
-        """Nothing is pushed."""
+    def await_rows(self, keys: Sequence[str]) -> Collection[str]:
+        """Nothing is pushed, so nothing is late."""
+        return ()
 
     def drop(self, key: str) -> None:
         """See Drafting."""

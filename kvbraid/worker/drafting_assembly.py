@@ -37,6 +37,8 @@ OnReport = Callable[[SpeculationReport], None]
 
 # Rows of one message of a prompt: well below what a channel takes.
 _MESSAGE_ROWS_BYTES = 1 << 20
+# The first rows of a prefill worker come with a connection yet to be made.
+_ROWS_PATIENCE_S = 1.0
 
 
 class RankSpeculation(NamedTuple):
@@ -132,13 +134,16 @@ async def _receiving(rank: Rank, observer: OnReport) -> RankSpeculation:
     embedded = await asyncio.to_thread(
         _embedded, settings, rank.built, opened.config, rank.max_model_len
     )
+    # A fixed policy drafts in every step, so it waits; else plain steps cost less than waiting.
+    is_fixed = settings.speculative.draft_policy == "fixed"
     drafting = ReceivingDrafting(
         embedded,
         _terms(rank, opened, embedded.max_draft_tokens),
         address=lambda: rank.server.address,
         max_grants=4 * settings.scheduler.max_num_seqs,
         lease_s=settings.transfer.lease_seconds,
-        rows_wait_s=settings.speculative.draft_timeout_ms / 1000,
+        rows_wait_s=settings.speculative.draft_timeout_ms / 1000 if is_fixed else 0.0,
+        rows_patience_s=0.0 if is_fixed else _ROWS_PATIENCE_S,
     )
     drafting.serve_on(rank.server)
     drafted = _drafted(settings, rank.built, opened.config, drafting, rank.max_model_len, observer)

@@ -11,7 +11,7 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -44,10 +44,16 @@ class _Chunk(NamedTuple):
 
 @dataclass(slots=True)
 class _Expected:
-    """Rows [0, end_position) of a prompt, of which num_rows have come."""
+    """Rows [0, end_position) of a prompt, of which num_rows have come. asked_for_s: when its
+    sequence was to be drafted for first, by time.monotonic."""
 
     end_position: int
     num_rows: int = 0
+    asked_for_s: float | None = None
+
+    @property
+    def is_late(self) -> bool:
+        return self.num_rows < self.end_position
 
 
 class ReceivingDrafting:
@@ -62,16 +68,19 @@ class ReceivingDrafting:
         max_grants: int,
         lease_s: float,
         rows_wait_s: float,
+        rows_patience_s: float,
     ) -> None:
         """address: where prefill workers reach this worker, known once it listens. max_grants:
         prompts whose rows may be on the way. lease_s: longest silence of one. rows_wait_s: longest
         that a sequence's first step waits for its prompt's rows, which leave with the first token.
+        rows_patience_s: longest that it decodes plainly for want of them.
         """
         self._drafting = drafting
         self._terms = terms
         self._grants = IngestGrants(max_grants=max_grants, lease_s=lease_s)
         self._lease_s = lease_s
         self._rows_wait_s = rows_wait_s
+        self._rows_patience_s = rows_patience_s
         self._loop = asyncio.get_running_loop()
         self._address = address
         self._wake: Callable[[], None] = lambda: None
@@ -138,22 +147,34 @@ class ReceivingDrafting:
                 self._expected[task.key].num_rows = task.anchor_position
             self._loop.call_soon_threadsafe(_resolve, answer)
 
-    def await_rows(self, keys: Sequence[str]) -> None:
-        """See GrantingDrafting. A sequence is on its own afterwards: rows that come later are
-        refused."""
+    def await_rows(self, keys: Sequence[str]) -> Collection[str]:
+        """See GrantingDrafting. A sequence that is not late is on its own afterwards: rows that
+        come later are refused."""
         if not self._expected:
-            return
-        expected = [e for key in keys if (e := self._expected.get(_PREFIX + key)) is not None]
-        give_up = time.monotonic() + self._rows_wait_s
+            return ()
+        now = time.monotonic()
+        expected = {key: e for key in keys if (e := self._expected.get(_PREFIX + key)) is not None}
+        for one in expected.values():
+            one.asked_for_s = now if one.asked_for_s is None else one.asked_for_s
+        self._take_rows_until(now + self._rows_wait_s, list(expected.values()))
+        late = {key for key, one in expected.items() if one.is_late and self._has_patience(one)}
+        for key in keys:
+            if key not in late:
+                self._close(_PREFIX + key)
+        return late
+
+    def _take_rows_until(self, give_up_s: float, expected: Sequence[_Expected]) -> None:
         self.take_rows()
-        while any(e.num_rows < e.end_position for e in expected):
+        while any(one.is_late for one in expected):
             self._arrived.clear()
-            left_s = give_up - time.monotonic()
+            left_s = give_up_s - time.monotonic()
             if not self._chunks and (left_s <= 0 or not self._arrived.wait(left_s)):
                 break
             self.take_rows()
-        for key in keys:
-            self._close(_PREFIX + key)
+
+    def _has_patience(self, expected: _Expected) -> bool:
+        assert expected.asked_for_s is not None
+        return time.monotonic() - expected.asked_for_s < self._rows_patience_s
 
     def step(self, tasks: Sequence[DraftTask]) -> list[Answer | None]:
         """See Drafting."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from kvbraid.settings import SpeculativeSettings
 from kvbraid.speculative.proposal import Answer, DraftTask, Proposal, Resync
@@ -125,8 +125,9 @@ class RemoteDrafting:
     def take_rows(self) -> None:
         """See GrantingDrafting: the service takes them itself."""
 
-    def await_rows(self, keys: Sequence[str]) -> None:
+    def await_rows(self, keys: Sequence[str]) -> Collection[str]:
         """See GrantingDrafting: the service waits for them itself."""
+        return ()
 
     def drop(self, key: str) -> None:
         """See Drafting."""

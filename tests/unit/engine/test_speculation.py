@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as Seq
 from random import Random
 
@@ -56,6 +56,7 @@ class ToyDrafter:
         self.known: dict[str, list[int | None]] = {}
         self.tasks: list[DraftTask] = []
         self.answers: dict[int, Callable[[DraftTask], Answer | None]] = {}
+        self.late: set[str] = set()
 
     def open_grant(self, key: str, end_position: int) -> None:
         return None
@@ -63,8 +64,8 @@ class ToyDrafter:
     def take_rows(self) -> None:
         pass
 
-    def await_rows(self, keys: Seq[str]) -> None:
-        pass
+    def await_rows(self, keys: Seq[str]) -> Collection[str]:
+        return [key for key in keys if key in self.late]
 
     def step(self, tasks: Seq[DraftTask]) -> list[Answer | None]:
         answers: list[Answer | None] = []
@@ -173,6 +174,25 @@ def test_right_drafts_come_five_at_a_time_and_wrong_ones_one_by_one() -> None:
         engine.run(idle())
         assert engine.tokens("a") == expected([1, 2, 3], 21)
         assert max(len(e.chunk.token_ids) for e in engine.chunks("a")) == most
+
+
+def test_a_sequence_whose_prompt_is_on_the_way_decodes_plainly_beside_others() -> None:
+    drafter = ToyDrafter(right)
+    drafter.late.add("a/0/0")
+    engine = drafted_engine(drafter)
+
+    def script() -> Script:
+        engine.submit("a", [1, 2, 3], max_tokens=30)
+        engine.submit("b", [4, 5], max_tokens=11)
+        yield from engine.until(lambda: len(engine.tokens("b")) == 11)
+        assert {task.key for task in drafter.tasks} == {"b/0/0"}
+        assert len(engine.tokens("a")) < 5
+        drafter.late.clear()
+        yield
+
+    engine.run(script())
+    assert engine.tokens("a") == expected([1, 2, 3], 30)
+    assert max(len(e.chunk.token_ids) for e in engine.chunks("a")) == 5
 
 
 def test_limits_end_inside_a_window() -> None:

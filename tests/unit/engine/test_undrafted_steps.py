@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as Seq
 
 import pytest
@@ -54,8 +54,9 @@ class DearDrafter:
     def take_rows(self) -> None:
         pass
 
-    def await_rows(self, keys: Seq[str]) -> None:
+    def await_rows(self, keys: Seq[str]) -> Collection[str]:
         self.awaited += keys
+        return ()
 
     def step(self, tasks: Seq[DraftTask]) -> list[Answer | None]:
         self.tasks += tasks

@@ -28,7 +28,7 @@ class Halves:
 
 
 def slots(*values: int) -> LogicalSlots:
-    return LogicalSlots(np.array(values))
+    return LogicalSlots(np.array(values, dtype=np.int64))
 
 
 def taps(*values: float) -> torch.Tensor:
@@ -46,6 +46,13 @@ def test_the_newest_row_of_a_slot_counts() -> None:
     rows.take(slots(9, 10, 11), taps(4, 5, 6))
     rows.take(slots(10), taps(7))
     assert rows.read(slots(8, 9, 10, 11))[:, 0].tolist() == [1, 4, 7, 6]
+
+
+def test_of_no_slots_there_are_no_rows() -> None:
+    rows = new_rows(Halves())
+    rows.take(slots(8), taps(1))
+    assert rows.read(slots()).shape == (0, WIDTH)
+    assert rows.num_missing(slots()) == 0
 
 
 def test_memory_of_a_graph_is_written_again_before_anybody_reads() -> None:

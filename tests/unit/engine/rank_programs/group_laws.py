@@ -11,7 +11,7 @@ import itertools
 import json
 import os
 import sys
-import threading
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -181,20 +181,28 @@ def wrong_arguments(group: Group) -> None:
     group.barrier()
 
 
-def step_plans(channel: StepChannel, rank: int) -> None:
+def step_plans(channel: StepChannel, context: RankContext) -> None:
     """Plans of any length arrive whole and in order; idle() runs while waiting."""
     lengths = [0, 1, 5, 1023, 1024, 8191, 8192, 70_000, *range(100)]
-    first_is_awaited = threading.Event()
+    rank = context.rank
+    name = f"awaited-{context.world_size}-{type(channel).__name__}"
+    first_is_awaited = Path(sys.argv[1]) / f"{name}-{rank}"
+    if rank == 0:
+        # A rank that comes later would find every plan there and never wait.
+        others = [first_is_awaited.with_name(f"{name}-{r}") for r in range(1, context.world_size)]
+        give_up = time.monotonic() + 30
+        while not all(path.exists() for path in others):
+            assert time.monotonic() < give_up, "a rank does not wait for the first plan"
+            time.sleep(0.001)
     for index, length in enumerate(lengths):
         plan = np.arange(length, dtype=np.int64) * (index + 1) - (1 << 62)
         if rank == 0:
             channel.send(plan)
             plan[:] = -1  # the channel must have copied it
         else:
-            got = channel.receive(first_is_awaited.set)
+            got = channel.receive(first_is_awaited.touch)
             assert got.dtype == np.int64
             assert np.array_equal(got, plan), (index, length)
-    assert rank == 0 or first_is_awaited.is_set()
 
 
 def idle_stops_waiting(channel: StepChannel, rank: int) -> None:
@@ -267,12 +275,12 @@ def check_kind(kind: str, context: RankContext) -> None:
 def check_world(context: RankContext) -> None:
     check_kind("shared_memory", context)
     shared = make_step_channel(context)
-    check("shared_memory", "step_plans", context, lambda: step_plans(shared, context.rank))
+    check("shared_memory", "step_plans", context, lambda: step_plans(shared, context))
     check("shared_memory", "idle", context, lambda: idle_stops_waiting(shared, context.rank))
     assert not torch.distributed.is_initialized(), "shared memory needs no torch.distributed"
     check_kind("gloo", context)
     gloo = TorchStepChannel.connect(context, 60)
-    check("gloo", "step_plans", context, lambda: step_plans(gloo, context.rank))
+    check("gloo", "step_plans", context, lambda: step_plans(gloo, context))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
