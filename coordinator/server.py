@@ -80,6 +80,13 @@ class CoordinatorServer(RpcServer):
             incarnation=self.incarnation,
         )
         self._front = Front(intake, pipeline, metrics.request)
+        self._http = self._http_server(tokenizer)
+        self._metrics_endpoint: MetricsEndpoint | None = None
+        self._readiness: asyncio.Task[None] | None = None
+        self._leaving: asyncio.Task[None] | None = None
+
+    def _http_server(self, tokenizer: Tokenizer) -> HttpServer:
+        config = self._config
         api = OpenAIApi(
             front=self._front,
             registry=self.registry,
@@ -92,15 +99,12 @@ class CoordinatorServer(RpcServer):
             config.connections.max_connection_age_seconds or math.inf,
             is_leaving=lambda: self.admission.is_draining,
         ).limit(application)
-        self._http = HttpServer(
+        return HttpServer(
             application,
             host=config.server.host,
             port=config.api.http_port,
             tls=https_context(config.server.tls),
         )
-        self._metrics_endpoint: MetricsEndpoint | None = None
-        self._readiness: asyncio.Task[None] | None = None
-        self._leaving: asyncio.Task[None] | None = None
 
     @property
     def http_address(self) -> str:

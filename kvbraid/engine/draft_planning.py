@@ -13,7 +13,6 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import NamedTuple
 
-from kvbraid.engine.quiet_steps import QuietSteps
 from kvbraid.engine.sequence import Sequence
 from kvbraid.engine.speculation import SpeculationReport
 from kvbraid.speculative.break_even import PlainReason
@@ -55,18 +54,22 @@ class DraftPlanning:
         self.policy = policy
         self._limit = limit
         self._on_report = on_report
-        self._quiet = QuietSteps()
         self._is_worthwhile = True
+        # Quiet steps: whether this one is, how many more may be, and what ran untold.
+        self._is_quiet = False
+        self._num_allowed = 0
+        self._num_quiet_steps = 0
+        self._num_quiet_windows = 0
         self._asked: Asking | None = None
         self._ahead: DraftPlan | None = None
         self._executed: _Executed | None = None
 
     def is_quiet(self, decoding: Seq[Sequence]) -> bool:
         """Whether the next step, of these sequences, needs no plan and no drafts."""
-        if not self._quiet.begin(decoding):
-            return False
-        self._asked = None
-        return True
+        asked = self._asked
+        self._is_quiet = self._num_allowed > 0 and asked is not None and asked.is_of(decoding)
+        self._num_allowed -= self._is_quiet
+        return self._is_quiet
 
     def plan(self, asking: Asking, report: SpeculationReport) -> DraftPlan:
         """What to ask of the drafter. report: of this step; gets the plain steps before it too."""
@@ -78,7 +81,7 @@ class DraftPlanning:
             self._tell_of_quiet_steps(report)
             plan = self.policy.plan(asking.numbers, asking.limits)
         self._asked = asking
-        self._quiet.allow(asking.decoding, plan.num_same)
+        self._num_allowed = plan.num_same
         self._is_worthwhile = plan.reason in (None, PlainReason.NOT_ALLOWED)
         self._count_plain(len(asking.decoding), report)
         return plan
@@ -92,14 +95,16 @@ class DraftPlanning:
             self._on_report(report)
 
     def _tell_of_quiet_steps(self, report: SpeculationReport) -> None:
-        num_steps, num_windows = self._quiet.end()
-        if num_steps:
-            self.policy.skip(num_steps)
-            self._count_plain(num_windows, report)
+        self._num_allowed = 0
+        if self._num_quiet_steps:
+            self.policy.skip(self._num_quiet_steps)
+            self._count_plain(self._num_quiet_windows, report)
+            self._num_quiet_steps = self._num_quiet_windows = 0
 
     def quiet_step_ran(self, num_windows: int) -> None:
         """A quiet step of so many sequences was executed."""
-        self._quiet.ran(num_windows)
+        self._num_quiet_steps += 1
+        self._num_quiet_windows += num_windows
 
     def ran(self, outcome: StepOutcome, report: SpeculationReport) -> None:
         """A planned step was executed. The policy and the metrics learn of it a little later."""
@@ -116,7 +121,7 @@ class DraftPlanning:
         """The device is busy: keep the books, and plan the next step of the same sequences."""
         self.settle()
         asked = self._asked
-        if asked is not None and not self._quiet.is_allowed:
+        if asked is not None and not self._is_quiet and not self._num_allowed:
             limits = [self._limit(sequence) for sequence in asked.decoding]
             self._ahead = self.policy.plan(asked.numbers, limits)
 

@@ -150,7 +150,7 @@ class DraftedDecoding:
             self._rows.put(slots, rows)
 
     def draft(self, active: Seq[Sequence]) -> None:
-        """See Speculation. While drafting is off, most steps cost next to nothing here."""
+        """See Speculation. While drafting is off, most steps are not planned here."""
         began = time.monotonic()
         self._drafting.take_rows()
         decoding = [s for s in active if s.can_decode]

@@ -82,13 +82,7 @@ async def lead(rank: Rank, add_services: AddServices) -> int:
             asyncio.create_task(sample_loop_lag(rank.metrics.process.loop_lag_seconds.observe)),
         ]
         if isinstance(speculation, DraftedDecoding):
-            prompt = check_prompt(load_tokenizer(Path(settings.model.model)))
-            await check_drafter(worker, speculation, prompt)
-            if rank.built.device.type != "cpu":
-                await rehearse_windows(worker, speculation, prompt)
-            else:
-                limit_s = settings.speculative.draft_profile_seconds
-                await profile_costs(worker, speculation, prompt, limit_s=limit_s)
+            await _prepare_drafting(rank, worker, speculation)
         await rank.server.set_serving(True)
         watch = EngineWatch(
             rank.server,
@@ -112,6 +106,17 @@ async def lead(rank: Rank, add_services: AddServices) -> int:
         if thread.failure.done():
             raise EngineFailedError(thread.failure.result())
         return code
+
+
+async def _prepare_drafting(rank: Rank, worker: Worker, speculation: DraftedDecoding) -> None:
+    """Generate with drafts, and learn what steps cost, before a client's tokens pay for it."""
+    prompt = check_prompt(load_tokenizer(Path(rank.settings.model.model)))
+    await check_drafter(worker, speculation, prompt)
+    if rank.built.device.type != "cpu":
+        await rehearse_windows(worker, speculation, prompt)
+        return
+    limit_s = rank.settings.speculative.draft_profile_seconds
+    await profile_costs(worker, speculation, prompt, limit_s=limit_s)
 
 
 def _engine_and_worker(

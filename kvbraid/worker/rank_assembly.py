@@ -29,7 +29,7 @@ from kvbraid.engine.step_forward import EagerForward, RankModel, StepForward
 from kvbraid.engine.verification import ExactMatch, Verification
 from kvbraid.errors import ConfigError
 from kvbraid.kv.kv_layout import KvLayout
-from kvbraid.kv.page_pool import StripedPagePool
+from kvbraid.kv.page_pool import KvSpec, StripedPagePool
 from kvbraid.model.causal_lm import CausalLM
 from kvbraid.model.config import ModelConfig
 from kvbraid.model.loader import load_model
@@ -173,63 +173,36 @@ def build_rank(
     """
     device = compute_device(settings.model, context.local_rank)
     dtype = compute_dtype(settings.model, device)
-    parallel = settings.parallel
-    heads = layout.heads(context.rank)
-    stripe = layout.stripe(context.rank)
+    heads, stripe = layout.heads(context.rank), layout.stripe(context.rank)
     limits = DecodeLimits(
         settings.scheduler.max_num_seqs, _max_window(settings, config), max_model_len, dtype
     )
+    exchanged = ExchangeLimits(limits.max_num_seqs * limits.max_window, dtype, device)
     attention, backend, is_captured = _attention(
-        config,
-        parallel,
-        heads,
-        stripe,
-        groups.dcp,
-        ExchangeLimits(limits.max_num_seqs * limits.max_window, dtype, device),
-        context,
-        observe_exchange,
+        config, settings.parallel, heads, stripe, groups.dcp, exchanged, context, observe_exchange
     )
-    model = model or load_model(
-        settings.model.model,
-        parallel=ParallelContext(heads, groups.tp, parallel.q_mode),
-        dtype=dtype,
-        device=device,
-    )
-    max_pages = -(-max_model_len // stripe.logical_page_size)
-    pool = build_pool(
-        settings.kv,
-        kv_spec(config, layout, context.rank, dtype),
-        stripe,
-        useful_tokens=limits.max_num_seqs * max_pages * stripe.logical_page_size,
-        control_group=groups.control,
-        device=device,
-    )
-    state = RankState(limits.max_num_seqs, max_pages)
+    parallel = ParallelContext(heads, groups.tp, settings.parallel.q_mode)
+    model = model or load_model(settings.model.model, parallel=parallel, dtype=dtype, device=device)
+    state = RankState(limits.max_num_seqs, -(-max_model_len // stripe.logical_page_size))
+    spec = kv_spec(config, layout, context.rank, dtype)
+    pool = _pool(settings.kv, spec, stripe, state, groups.control, device)
     fused_rows = _fused_rows(settings, context, config, pool, dtype)
     layers = None if fused_rows is None else fused_rows.layers
     rank_model = RankModel(model, attention, pool, device, layers)
-    runner = ModelRunner(
-        model=model,
-        forward=_forward(rank_model, limits, is_captured),
-        pool=pool,
-        state=state,
-        tp_group=groups.tp,
-        device=device,
-        tap_sink=fused_rows,
-    )
+    forward = _forward(rank_model, limits, is_captured)
+    runner = _runner(rank_model, forward, state, groups.tp, fused_rows)
     verification = _verification(settings.speculative, model, config, groups.tp)
-    executor = RankExecutor(
-        runner=runner,
-        state=state,
-        exchange=KvExchange(
-            rank=context.rank, layout=layout, pool=pool, receiver=receiver, sender=sender
-        ),
-        control_group=groups.control,
-        guard=make_guard(parallel.debug_guard, groups.control, state),
-        verification=verification,
-    )
     return BuiltRank(
-        executor=executor,
+        executor=RankExecutor(
+            runner=runner,
+            state=state,
+            exchange=KvExchange(
+                rank=context.rank, layout=layout, pool=pool, receiver=receiver, sender=sender
+            ),
+            control_group=groups.control,
+            guard=make_guard(settings.parallel.debug_guard, groups.control, state),
+            verification=verification,
+        ),
         pool=pool,
         runner=runner,
         state=state,
@@ -242,10 +215,42 @@ def build_rank(
     )
 
 
+def _pool(
+    settings: KvSettings,
+    spec: KvSpec,
+    stripe: StripeLayout,
+    state: RankState,
+    control_group: Group,
+    device: torch.device,
+) -> StripedPagePool:
+    return build_pool(
+        settings,
+        spec,
+        stripe,
+        useful_tokens=state.page_table.size * stripe.logical_page_size,
+        control_group=control_group,
+        device=device,
+    )
+
+
 def _forward(rank: RankModel, limits: DecodeLimits, is_captured: bool) -> StepForward:
     if is_captured:
         return CapturedForward(rank, limits, CudaGraphCapture())
     return EagerForward(rank)
+
+
+def _runner(
+    rank: RankModel, forward: StepForward, state: RankState, group: Group, rows: FusedRows | None
+) -> ModelRunner:
+    return ModelRunner(
+        model=rank.model,
+        forward=forward,
+        pool=rank.pool,
+        state=state,
+        tp_group=group,
+        device=rank.device,
+        tap_sink=rows,
+    )
 
 
 def _verification(
