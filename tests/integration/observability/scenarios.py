@@ -110,7 +110,9 @@ def a_decode_worker_stutters(folder: Path) -> Phases:
     with watched_cluster(folder, spec(f"tp=1,dcp=1,{POOL}")) as watched, watched.load():
         await_served(watched.prometheus)
         yield watched.prometheus
-        with stuttering(watched, "decode-0", stop_s=0.6, run_s=0.05):
+        # More than a seventh of the gaps must be late: the quieter the machine, the more tokens
+        # come in time between two pauses. Scrapes need their part of the runs as well.
+        with stuttering(watched, "decode-0", stop_s=0.35, run_s=0.02):
             yield watched.prometheus
 
 
