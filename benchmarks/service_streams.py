@@ -30,6 +30,12 @@ class Sample:
     streams: tuple[Stream, ...]
     seconds: float
 
+    @classmethod
+    def joined(cls, samples: Sequence[Sample]) -> Sample:
+        """Of streams that ran one group after the other."""
+        streams = tuple(stream for sample in samples for stream in sample.streams)
+        return cls(streams, sum(sample.seconds for sample in samples))
+
     @property
     def num_tokens(self) -> int:
         """Of all streams."""

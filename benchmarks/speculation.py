@@ -3,19 +3,26 @@
 python -m benchmarks.speculation --model DIR --drafter DIR [--drafter DIR] --prompts FILE.jsonl \
     --json benchmarks/results/speculation_cpu.json
 python -m benchmarks.speculation --device cuda --dtype bfloat16 --adversary --batch 1 --batch 8 \
-    --batch 64 --budget 120 ...        # one GPU, all clusters beside one another
+    --batch 64 --budget 150 ...        # one GPU, all clusters beside one another
 
 Clusters of one layout, one of them without a drafter. In each round all of them answer the same
 prompts, one cluster after the other, another one first each time; a pair is a round's plain and
-drafted answer, and the median of the pairs' ratios counts. No pair is dropped: workers know nothing
-of their drafter's worth when the first one begins. Before it, each cluster answers without drafts.
-In float32 the tokens of a pair must be equal; elsewhere the streams for which they are are counted.
+drafted answer, and the median of the pairs' ratios counts. No pair is dropped: what workers know of
+their drafter's worth when the first one begins is what they found out before they served. Before
+it, each cluster answers without drafts. In float32 the tokens of a pair must be equal; elsewhere
+the streams for which they are are counted.
+
+On a GPU an answer of 96 tokens takes a tenth of a second, in which a machine's moods are larger
+than what is to be seen: a sample there is as many groups of prompts as take most of a second,
+processes of one role share their cores, and a second plain cluster, the control, is compared with
+the first one.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import tempfile
@@ -30,13 +37,16 @@ from benchmarks.report import BenchmarkRow, write_report
 from benchmarks.service_streams import DraftCounts, Sample, run_streams
 from kvbraid.cluster.local_cluster import ClusterSpec
 from kvbraid.cluster.worker_spec import WorkerSpec
+from kvbraid.settled_heap import settle_heap
 
 PLAIN = ""
+CONTROL = "control"
 CPU_BAR = 1.15
 GPU_FLOOR = 0.97
 # Tokens of a sequence, prompt included, that pools are made for.
 _POOL_TOKENS = 320
 _WARMUP_TOKENS = 16
+_GPU_SAMPLE_S = 0.7
 
 Pairs = list[tuple[Sample, Sample]]
 """(plain, drafted) of each round."""
@@ -45,7 +55,8 @@ Pairs = list[tuple[Sample, Sample]]
 @dataclass(frozen=True, slots=True)
 class Options:
     """What is measured. bar: of the first drafter's median with one stream; floor: of every
-    drafter at every batch, all pairs together as well."""
+    drafter at every batch, all pairs together as well. sample_s: least seconds of a plain sample;
+    at least one group of prompts."""
 
     model: str
     drafters: tuple[str, ...]
@@ -58,6 +69,7 @@ class Options:
     max_tokens: int
     bar: float | None
     floor: float | None
+    sample_s: float
 
     @property
     def is_gpu(self) -> bool:
@@ -73,12 +85,12 @@ class Options:
             model=self.model,
             prefill=(WorkerSpec.parse("prefill", f"tp=1,dcp=1,{common}"),),
             decode=(WorkerSpec.parse("decode", f"{self.decode},{common}"),),
-            drafter=drafter,
+            drafter=PLAIN if drafter == CONTROL else drafter,
         )
 
-    def texts(self, round_number: int, batch: int) -> list[str]:
-        """The prompts of a round."""
-        first = round_number * batch
+    def texts(self, number: int, batch: int) -> list[str]:
+        """The prompts of a group."""
+        first = number * batch
         return [self.prompts[(first + i) % len(self.prompts)] for i in range(batch)]
 
 
@@ -108,12 +120,15 @@ def measure(
         for size in _sizes(batch):
             run_streams(address, options.texts(0, size), _WARMUP_TOKENS, max_draft_tokens=0)
     found: dict[str, Pairs] = {drafter: [] for drafter in addresses if drafter != PLAIN}
+    num_groups = _num_groups(options, addresses[PLAIN], batch)
     longest_s = 0.0
     for round_number in range(options.repeats):
         began = time.monotonic()
         if round_number and began + longest_s > end:
             break
-        taken = _round(options, addresses, batch, round_number)
+        first = round_number * num_groups
+        groups = [options.texts(first + i, batch) for i in range(num_groups)]
+        taken = _round(options, addresses, groups, round_number)
         for drafter, pairs in found.items():
             pairs.append((taken[PLAIN], taken[drafter]))
         longest_s = max(longest_s, time.monotonic() - began)
@@ -125,14 +140,35 @@ def _sizes(batch: int) -> list[int]:
     return [1 << i for i in range((batch - 1).bit_length())] + [batch]
 
 
+def _num_groups(options: Options, address: str, batch: int) -> int:
+    """Groups of prompts in a sample."""
+    if not options.sample_s:
+        return 1
+    seconds = run_streams(address, options.texts(0, batch), options.max_tokens).seconds
+    return math.ceil(options.sample_s / seconds)
+
+
 def _round(
-    options: Options, addresses: dict[str, str], batch: int, round_number: int
+    options: Options, addresses: dict[str, str], groups: Sequence[list[str]], round_number: int
 ) -> dict[str, Sample]:
-    texts = options.texts(round_number, batch)
     names = list(addresses)
     first = round_number % len(names)
-    order = names[first:] + names[:first]
-    return {name: run_streams(addresses[name], texts, options.max_tokens) for name in order}
+    return {
+        name: Sample.joined(
+            [run_streams(addresses[name], texts, options.max_tokens) for texts in groups]
+        )
+        for name in names[first:] + names[:first]
+    }
+
+
+def control_row(case: str, pairs: Pairs) -> BenchmarkRow:
+    """The second plain cluster's rate over the first one's: what may differ where nothing does."""
+    ratios = [ours.rate / peer.rate for peer, ours in pairs]
+    peer, ours = (
+        statistics.median(sample.rate for sample in side) for side in zip(*pairs, strict=True)
+    )
+    title = f"{case}: tokens/s of a second plain cluster / plain, median of {len(pairs)} pairs"
+    return _barred(title, ours, peer, statistics.median(ratios), None)
 
 
 def rows_of(case: str, pairs: Pairs, options: Options, bar: float | None) -> list[BenchmarkRow]:
@@ -202,18 +238,24 @@ def _barred(case: str, ours: float, peer: float, ratio: float, bar: float | None
 def run(options: Options, deadline_s: float) -> Iterator[BenchmarkRow]:
     """Rows as they are found. Side by side on a GPU; on a CPU one drafter after the other, for
     idle clusters take its memory."""
-    groups = [options.drafters] if options.is_gpu else [(d,) for d in options.drafters]
+    groups = [(CONTROL, *options.drafters)] if options.is_gpu else [(d,) for d in options.drafters]
     deadline = Deadline(deadline_s, len(groups) * len(options.batches))
     for group in groups:
         with Clusters() as clusters:
             addresses = clusters.start({d: options.spec(d) for d in (PLAIN, *group)})
+            if options.is_gpu:
+                clusters.share_cores()
+            settle_heap()
             for batch in options.batches:
                 found = measure(options, addresses, batch, deadline.next_case())
                 for drafter, pairs in found.items():
                     is_first = (drafter, batch) == (options.drafters[0], 1)
                     case = f"{Path(options.model).name} {Path(drafter).name} x{batch}"
                     bar = options.bar if is_first else options.floor
-                    yield from rows_of(case, pairs, options, bar)
+                    if drafter == CONTROL:
+                        yield control_row(case, pairs)
+                    else:
+                        yield from rows_of(case, pairs, options, bar)
 
 
 def _parse() -> argparse.Namespace:
@@ -255,6 +297,7 @@ def _options(given: argparse.Namespace, adversary: Path) -> Options:
         max_tokens=given.max_tokens,
         bar=given.bar if given.bar is not None else (floor if is_gpu else CPU_BAR),
         floor=floor,
+        sample_s=_GPU_SAMPLE_S if is_gpu else 0.0,
     )
 
 

@@ -12,6 +12,7 @@ from kvbraid.errors import ConfigError
 from kvbraid.rpc.lifecycle import run_service, run_until_signal
 from kvbraid.rpc.parent import die_with_parent
 from kvbraid.rpc.ready import write_ready
+from kvbraid.settled_heap import settle_heap
 from kvbraid.telemetry.logging import configure_logging
 from kvbraid.telemetry.loop_lag import sample_loop_lag
 from kvbraid.tokenizer import load_tokenizer
@@ -42,6 +43,7 @@ async def serve(config: CoordinatorConfig) -> int:
 
 async def _report_ready(server: CoordinatorServer, ready_file: str) -> None:
     await server.wait_serving()
+    settle_heap()
     await server.set_serving(True)
     report = server.ready_report(metrics=server.metrics_address, http=server.http_address)
     write_ready(ready_file, report)

@@ -22,6 +22,7 @@ from draft_service.worker import DraftWorker
 from kvbraid.rpc.lifecycle import run_service, run_until_signal
 from kvbraid.rpc.ready import write_ready
 from kvbraid.rpc.server import RpcServer
+from kvbraid.settled_heap import settle_heap
 from kvbraid.telemetry.endpoint import MetricsEndpoint
 from kvbraid.telemetry.loop_lag import sample_loop_lag
 from kvbraid.telemetry.metrics import DraftServiceMetrics
@@ -90,6 +91,7 @@ async def _run(
         await server.start()
         lag = asyncio.create_task(sample_loop_lag(metrics.process.loop_lag_seconds.observe))
         server.admission.on_close(servicer.begin_goodbye)
+        settle_heap()
         await server.set_serving(True)
         write_ready(config.server.ready_file, server.ready_report(metrics=endpoint.address))
         logger.info("serving", extra={"address": server.address})

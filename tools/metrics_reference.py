@@ -20,6 +20,7 @@ _AREAS = {
     "speculation": ("Speculation", "Drafts, as the workers of the target see them."),
     "draft": ("Draft service", "Batches of the drafter and what it holds."),
     "rpc": ("gRPC", "The gRPC server of every process."),
+    "tls": ("Certificates", "Certificate files that every process serves and calls with."),
     "process": ("Process", "Every process, with the standard metrics of Prometheus clients."),
 }
 

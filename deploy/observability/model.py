@@ -33,7 +33,8 @@ class Panel:
     """One question that an operator asks, and the queries that answer it.
 
     question: shown as the panel's description. needs: "" if every cluster under load has data, else
-    what it takes: a stripe of more than one rank, a drafter, or a draft service of its own.
+    what it takes: a stripe of more than one rank, a drafter, a draft service of its own, or
+    certificates.
     """
 
     title: str
@@ -42,7 +43,7 @@ class Panel:
     queries: tuple[Query, ...]
     kind: Literal["lines", "stacked", "number"] = "lines"
     width: int = 8
-    needs: Literal["", "ranks", "drafter", "draft_service"] = ""
+    needs: Literal["", "ranks", "drafter", "draft_service", "tls"] = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ from kvbraid.transport.draft_grant import DraftGrant
 # While drafting does not pay, rows are kept from so many steps before a probe on only, and those
 # of prompts for so many sequences, which the probe finds warm; the rest starts cold, should
 # drafting pay again.
-_STEPS_BEFORE_PROBE = 128
+_STEPS_BEFORE_PROBE = 64
 _NUM_FOR_PROBES = 4
 
 
@@ -134,10 +134,11 @@ class DraftedDecoding:
         return grant
 
     def _may_meet_drafts(self, sequence: Sequence) -> bool:
-        if self.policy.is_drafting:
+        num_steps = self.policy.steps_to_drafts(len(self._told) + 1)
+        if num_steps == 0:
             return True
-        num_steps = min(_STEPS_BEFORE_PROBE, sequence.num_emittable(self._max_model_len))
-        return self.policy.steps_to_probe <= num_steps and len(self._receiving) < _NUM_FOR_PROBES
+        longest = min(_STEPS_BEFORE_PROBE, sequence.num_emittable(self._max_model_len))
+        return num_steps <= longest and len(self._receiving) < _NUM_FOR_PROBES
 
     def keep_rows(self, key: str, first_position: int, rows: Tensor) -> None:
         """Rows [n, d] of a prompt that another worker computes have come. The drafter is told of
@@ -168,7 +169,10 @@ class DraftedDecoding:
         told = [self._telling(s) for s in decoding]
         limits = [self._limit(s) for s in decoding]
         plan = self._planning.plan(Asking(decoding, [t.number for t in told], limits), self._report)
-        self._rows.is_wanted = self.policy.steps_to_probe <= _STEPS_BEFORE_PROBE
+        self._rows.is_wanted = (
+            any(plan.num_wanted)
+            or self.policy.steps_to_drafts(len(decoding)) <= _STEPS_BEFORE_PROBE
+        )
         asked.told = {s.slot: t for s, t in zip(decoding, told, strict=True)}
         for sequence, entry in zip(decoding, told, strict=True):
             sequence.drafts, entry.num_proposed, entry.confidences = (), 0, ()

@@ -30,26 +30,36 @@ class Reloaded(Generic[Made]):
         self._make = make
         self._lock = threading.Lock()
         self._seen = self._stamp()
+        self._fault = ""
         self._current = make()
 
     def current(self) -> Made:
         """The newest that could be made; the same object until the files change."""
         with self._lock:
-            stamp = self._stamp()
-            if stamp != self._seen:
-                self._remake(stamp)
+            self._look()
             return self._current
+
+    def fault(self) -> str:
+        """Why the files that are there now are not those of `current`; "" when they are."""
+        with self._lock:
+            self._look()
+            return self._fault
+
+    def _look(self) -> None:
+        stamp = self._stamp()
+        if stamp != self._seen:
+            self._remake(stamp)
 
     def _remake(self, stamp: _Stamp) -> None:
         try:
             made = self._make()
         except ConfigError as error:
             logger.warning("changed files are not used, the old ones still are: %s", error)
-            self._seen = stamp
+            self._seen, self._fault = stamp, str(error)
             return
         if self._stamp() != stamp:
             return  # replaced while they were read: asked for again at the next call
-        self._seen, self._current = stamp, made
+        self._seen, self._fault, self._current = stamp, "", made
         logger.info("read again: %s", ", ".join(self._paths))
 
     def _stamp(self) -> _Stamp:

@@ -20,6 +20,7 @@ from grpc_reflection.v1alpha import reflection
 from kvbraid.address import join_address
 from kvbraid.errors import StartupError
 from kvbraid.rpc.admission import Admission
+from kvbraid.rpc.credentials import show_expiries
 from kvbraid.rpc.health import SERVICE_NAME, RoleHealth
 from kvbraid.rpc.health_server import HealthServer
 from kvbraid.rpc.interceptors import ServiceInterceptor
@@ -73,6 +74,7 @@ class RpcServer:
         self.port = 0
         self.health_port = 0
         self.admission = Admission()
+        self._metrics = metrics
         self._health = RoleHealth(role)
         self._names = [SERVICE_NAME, reflection.SERVICE_NAME]
         self._server = grpc.aio.server(
@@ -118,6 +120,7 @@ class RpcServer:
                 self.health_port = await self._health_server.start(self._health, wanted)
         except RuntimeError as error:
             raise StartupError(f"cannot listen on {wanted}: {error}") from error
+        show_expiries(self.settings.tls, self._metrics.tls)
         await self._server.start()
         return self.port
 

@@ -11,18 +11,17 @@ from __future__ import annotations
 
 import ssl
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import cast
+from typing import TypeVar, cast
 
 import grpc
 
-from kvbraid.errors import ConfigError
-from kvbraid.rpc.certificates import check_tls
-from kvbraid.rpc.reloading import Reloaded
+from kvbraid.rpc.credentials import credentials_of
 from kvbraid.rpc.renewed_channel import RenewedChannel
 from kvbraid.settings.tls import TlsSettings
 
 ChannelOptions = Sequence[tuple[str, int | str]]
+
+_Made = TypeVar("_Made")
 
 
 def bind(server: grpc.aio.Server, address: str, tls: TlsSettings) -> int:
@@ -46,7 +45,7 @@ class Caller:
 
     def __init__(self, tls: TlsSettings) -> None:
         self._server_name = tls.tls_server_name
-        self._credentials = _channel_credentials(tls) if tls.calls else None
+        self._credentials = credentials_of(tls) if tls.calls else None
 
     def open(self, address: str, options: ChannelOptions) -> grpc.aio.Channel:
         """A channel to `address` (host:port), which the caller closes."""
@@ -56,7 +55,7 @@ class Caller:
         if self._server_name:
             options = [*options, ("grpc.ssl_target_name_override", self._server_name)]
         return RenewedChannel(
-            credentials.current,
+            lambda: _made(credentials.current().channel),
             lambda current: grpc.aio.secure_channel(address, current, options=options),
         )
 
@@ -66,24 +65,23 @@ def https_context(tls: TlsSettings) -> ssl.SSLContext | None:
     plaintext. Raises ConfigError for certificates that cannot be used."""
     if not tls.serves:
         return None
-    contexts = Reloaded(_server_files(tls), lambda: _https_context(tls))
+    credentials = credentials_of(tls)
 
     def renew(connection: ssl.SSLObject, _: str | None, __: ssl.SSLContext) -> None:
-        connection.context = contexts.current()
+        connection.context = _made(credentials.current().https)
 
-    # Called at the beginning of every handshake. The context that it hands over has none.
-    first = _https_context(tls)
-    first.sni_callback = renew
+    first = _made(credentials.current().https)
+    first.sni_callback = renew  # called at the beginning of every handshake
     return first
 
 
 def _server_credentials(tls: TlsSettings) -> grpc.ServerCredentials:
-    configurations = Reloaded(_server_files(tls), lambda: _server_configuration(tls))
-    used = configurations.current()
+    credentials = credentials_of(tls)
+    used = _made(credentials.current().server)
 
     def newer() -> grpc.ServerCertificateConfiguration | None:
         nonlocal used
-        before, used = used, configurations.current()
+        before, used = used, _made(credentials.current().server)
         return used if used is not before else None
 
     # gRPC asks before every handshake and takes None for no change, which its stubs do not know.
@@ -93,48 +91,6 @@ def _server_credentials(tls: TlsSettings) -> grpc.ServerCredentials:
     )
 
 
-def _server_configuration(tls: TlsSettings) -> grpc.ServerCertificateConfiguration:
-    check_tls(tls)
-    pair = _read(tls.tls_private_key), _read(tls.tls_certificate)
-    authorities = _read(tls.tls_client_ca) if tls.tls_client_ca else None
-    return grpc.ssl_server_certificate_configuration([pair], root_certificates=authorities)
-
-
-def _https_context(tls: TlsSettings) -> ssl.SSLContext:
-    check_tls(tls)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    try:
-        context.load_cert_chain(tls.tls_certificate, tls.tls_private_key)
-        if tls.tls_client_ca:
-            context.load_verify_locations(cafile=tls.tls_client_ca)
-            context.verify_mode = ssl.CERT_REQUIRED
-    except OSError as error:  # an SSLError too: replaced since they were checked
-        raise ConfigError(f"certificates: {error}") from error
-    return context
-
-
-def _channel_credentials(tls: TlsSettings) -> Reloaded[grpc.ChannelCredentials]:
-    files = [path for path in (tls.tls_server_ca, *tls.shown_pair) if path]
-    return Reloaded(files, lambda: _current_channel_credentials(tls))
-
-
-def _current_channel_credentials(tls: TlsSettings) -> grpc.ChannelCredentials:
-    check_tls(tls)
-    certificate, private_key = (_read(path) if path else None for path in tls.shown_pair)
-    return grpc.ssl_channel_credentials(
-        root_certificates=_read(tls.tls_server_ca),
-        private_key=private_key,
-        certificate_chain=certificate,
-    )
-
-
-def _server_files(tls: TlsSettings) -> list[str]:
-    return [path for path in (tls.tls_certificate, tls.tls_private_key, tls.tls_client_ca) if path]
-
-
-def _read(path: str) -> bytes:
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from error
+def _made(found: _Made | None) -> _Made:
+    assert found is not None, "the settings say that this is not in plaintext"
+    return found

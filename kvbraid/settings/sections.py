@@ -64,8 +64,7 @@ class ParallelSettings:
     )
     threads_per_rank: int = setting(
         0,
-        "CPU threads of a rank; 0 shares the cores among the ranks, of which one on a GPU takes at "
-        "most 4.",
+        "CPU threads of a rank; 0 shares the cores among the ranks, and is 1 for those on GPUs.",
         unit="threads",
         minimum=0,
     )

@@ -53,6 +53,19 @@ class TlsSettings:
         return bool(self.tls_server_ca)
 
     @property
+    def files(self) -> tuple[str, ...]:
+        """Paths of every file that is named."""
+        named = (
+            self.tls_certificate,
+            self.tls_private_key,
+            self.tls_client_ca,
+            self.tls_server_ca,
+            self.tls_client_certificate,
+            self.tls_client_private_key,
+        )
+        return tuple(filter(None, named))
+
+    @property
     def shown_pair(self) -> tuple[str, str]:
         """Paths of the certificate that called processes are shown, and of its key; maybe empty."""
         if self.tls_client_certificate:

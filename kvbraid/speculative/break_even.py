@@ -9,7 +9,7 @@ which is negative when it was slower than plain decoding. Whatever estimates say
 positive balance, and a probe one that covers its price. The balance starts at INITIAL_CREDIT and
 grows by ALLOWANCE a plain step's worth of tokens, so after T of those all that was ever lost,
 learning and probing included, is at most INITIAL_CREDIT + ALLOWANCE * T and one step's overshoot:
-below 2% from some 300 steps on, whatever the drafter does. What was earned is kept up to a limit
+below 1.5% from some 300 steps on, whatever the drafter does. What was earned is kept up to a limit
 only, so that old gains do not pay for long for a drafter that has turned bad.
 
 Deterministic: no clock and no random number is read here.
@@ -28,7 +28,7 @@ IntArray = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
 
 INITIAL_CREDIT = 3.0
-ALLOWANCE = 0.008
+ALLOWANCE = 0.005
 _MAX_CREDIT = 16.0
 # No single step is charged more than this.
 _MAX_CHARGE = 4.0
@@ -81,9 +81,12 @@ class BreakEven:
         self._steps = 0  # since the last stop or resumption
 
     def steps_to_probe(self, price: float) -> int:
-        """Plain steps until a probe of this price (see `decide`) is due; 0 while on or probing."""
-        if self.reason is None or self.is_probing:
+        """Plain steps until a probe of this price (see `decide`) is due; 0 while probing, and
+        while on what they would be at least, were it turned off now."""
+        if self.is_probing:
             return 0
+        if self.reason is None:
+            return _FIRST_INTERVAL
         unpaid = _MIN_PROBE_STEPS * price - self.credit
         return max(0, self._interval - self._steps, math.ceil(unpaid / ALLOWANCE))
 

@@ -96,10 +96,15 @@ class AcceptanceRates:
         self._prior[slots] *= kept
         self._tested[slots] = self._tested[slots] * kept + tested
         self._accepted[slots] = self._accepted[slots] * kept + accepted
-        num_tested = tested.sum(axis=0)
-        kept_shared = (1.0 - 1.0 / _SHARED_MEMORY) ** num_tested
-        self._shared_tested = self._shared_tested * kept_shared + num_tested
-        self._shared_accepted = self._shared_accepted * kept_shared + accepted.sum(axis=0)
+        self.observe_shared(reached)
+
+    def observe_shared(self, reached: Reached) -> None:
+        """Windows of other sequences than those in slots."""
+        num_tested = reached.was_tested.sum(axis=0, dtype=np.float64)
+        num_accepted = reached.was_accepted.sum(axis=0, dtype=np.float64)
+        kept = (1.0 - 1.0 / _SHARED_MEMORY) ** num_tested
+        self._shared_tested = self._shared_tested * kept + num_tested
+        self._shared_accepted = self._shared_accepted * kept + num_accepted
 
     def forget(self, slots: IntArray) -> None:
         """Keeps one window's worth of these sequences: what comes next counts more."""

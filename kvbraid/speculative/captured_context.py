@@ -12,8 +12,8 @@ from kvbraid.speculative.context_rows import ContextRows
 from kvbraid.speculative.draft_compute import Context, DraftCompute
 from kvbraid.speculative.draft_kv import DraftKv
 
-# Above it a step is a prompt's: launches are few beside the work, and padding costs.
-MOST_CAPTURED_ROWS = 512
+# More rows are a prompt's and come in pieces, whose launches are few beside their work.
+MOST_CAPTURED_ROWS = 1024
 
 _TOKEN, _POSITION, _KEPT_SLOT = range(3)
 _NUM_COLUMNS = 3

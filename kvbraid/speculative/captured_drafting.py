@@ -4,8 +4,9 @@ one for all drafts, and one copy back.
 A graph serves a padded number of rows, or a padded number of sequences with an exact number of
 drafts, greedy or not: a draft more costs a forward or a product with the vocabulary, and noise
 several passes over it. It is captured when it is first needed; a worker drafts in all sizes that
-are usual before it serves. Padding has the spare slot, and its KV goes to the sink. What is not
-captured runs eagerly: rows of long prompts, and drafts whose law is asked for.
+are usual before it serves. Padding has the spare slot, and its KV goes to the sink. Rows of long
+prompts come in pieces: a product of a size that was never computed loads its kernel first, which
+takes as long as dozens of steps. Only drafts whose law is asked for run eagerly.
 """
 
 from __future__ import annotations
@@ -47,8 +48,7 @@ class CapturedDraftForward:
         self._eager = EagerDraftForward(compute, kv)
         self._max_sequences = kv.spare_slot
         max_drafts = compute.config.max_draft_tokens
-        self._most_rows = min(MOST_CAPTURED_ROWS, self._max_sequences * (max_drafts + 1))
-        shape = (self._most_rows, compute.config.fused_width)
+        shape = (MOST_CAPTURED_ROWS, compute.config.fused_width)
         self._rows = torch.zeros(shape, dtype=compute.dtype, device=kv.device)
         # Ids and confidences, of every graph.
         self._outputs = torch.zeros(
@@ -64,15 +64,8 @@ class CapturedDraftForward:
         context = ContextRows.of(admitted, self._kv.spare_slot)
         if context is None:
             return
-        if len(context) > self._most_rows:
-            self._eager.take(context)
-            return
-        size = graph_size(len(context), self._most_rows)
-        sized = self._contexts.get(size)
-        if sized is None:
-            sized = SizedContext(self._compute, self._kv, self._rows[:size], self._capture)
-            self._contexts[size] = sized
-        sized.run(context)
+        for piece in context.pieces(MOST_CAPTURED_ROWS):
+            self._sized_context(graph_size(len(piece), MOST_CAPTURED_ROWS)).run(piece)
 
     def draft(self, drafting: Sequence[Admitted]) -> list[Proposal]:
         """See DraftForward."""
@@ -82,6 +75,13 @@ class CapturedDraftForward:
         batch = DraftBatch.of(drafting, self._compute.config.max_draft_tokens)
         sized = self._sized(graph_size(len(batch), self._max_sequences))
         return proposals(batch, sized.run(batch, self._capture))
+
+    def _sized_context(self, num_rows: int) -> SizedContext:
+        sized = self._contexts.get(num_rows)
+        if sized is None:
+            sized = SizedContext(self._compute, self._kv, self._rows[:num_rows], self._capture)
+            self._contexts[num_rows] = sized
+        return sized
 
     def _sized(self, batch_size: int) -> _SizedDrafts:
         sized = self._drafts.get(batch_size)

@@ -62,17 +62,29 @@ class ContextRows:
     def __len__(self) -> int:
         return len(self.positions)
 
+    def pieces(self, most_rows: int) -> Iterator[ContextRows]:
+        """All rows in order, at most most_rows at a time."""
+        for start in range(0, len(self), most_rows):
+            span = slice(start, start + most_rows)
+            yield ContextRows(
+                self.rows[span],
+                self.next_token_ids[span],
+                self.positions[span],
+                self.kept_slots[span],
+                self.slots[span],
+                self.indices[span],
+            )
+
 
 def context_chunks(context: ContextRows, kv: DraftKv, dtype: torch.dtype) -> Iterator[Context]:
     """All rows in order, at most MAX_CHUNK_ROWS at a time; pages must be there."""
-    for start in range(0, len(context), MAX_CHUNK_ROWS):
-        span = slice(start, start + MAX_CHUNK_ROWS)
+    for piece in context.pieces(MAX_CHUNK_ROWS):
         yield Context(
-            context.rows[span].to(kv.device, dtype, non_blocking=True),
-            on_device(context.next_token_ids[span], kv.device),
-            on_device(context.positions[span], kv.device),
-            on_device(context.kept_slots[span], kv.device),
-            kv.write_plan(context.slots[span], context.indices[span]),
+            piece.rows.to(kv.device, dtype, non_blocking=True),
+            on_device(piece.next_token_ids, kv.device),
+            on_device(piece.positions, kv.device),
+            on_device(piece.kept_slots, kv.device),
+            kv.write_plan(piece.slots, piece.indices),
         )
 
 

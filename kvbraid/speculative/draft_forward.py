@@ -40,11 +40,8 @@ class EagerDraftForward:
     def ingest(self, admitted: Sequence[Admitted]) -> None:
         """See DraftForward."""
         context = ContextRows.of(admitted, self._kv.spare_slot)
-        if context is not None:
-            self.take(context)
-
-    def take(self, context: ContextRows) -> None:
-        """What `ingest` does with the rows of its tasks."""
+        if context is None:
+            return
         for chunk in context_chunks(context, self._kv, self._compute.dtype):
             self._compute.ingest(chunk)
 

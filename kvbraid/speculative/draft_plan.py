@@ -47,15 +47,9 @@ class StepOutcome:
 class Policy(Protocol):
     """Decides how much is drafted and verified; `kvbraid.speculative.draft_policy.DraftPolicy`."""
 
-    @property
-    def is_drafting(self) -> bool:
-        """Whether drafts are asked for as a rule, not only by probes."""
-        ...
-
-    @property
-    def steps_to_probe(self) -> int:
-        """Steps that no drafts are asked for, whatever comes; 0 where a new request may change
-        that."""
+    def steps_to_drafts(self, num_sequences: int) -> int:
+        """Steps in which no drafts will be asked for; 0 where they may be soon, were there so many
+        sequences and all of them new."""
         ...
 
     def open(self) -> int:

@@ -74,18 +74,18 @@ class DraftPolicy:
         self._drafts_in_blocks = drafts_in_blocks
         self._last_reason = PlainReason.MEASURING
         self._may_probe = True
-        self._may_resume = True
         self._probe_price = 0.0
 
     @property
     def is_drafting(self) -> bool:
-        """See Policy."""
+        """Whether drafts are asked for as a rule, not only by probes."""
         return self.break_even.reason is None
 
-    @property
-    def steps_to_probe(self) -> int:
-        """See Policy."""
-        return 0 if self.is_drafting or self._may_resume else self._steps_to_probe()
+    def steps_to_drafts(self, num_sequences: int) -> int:
+        """See Policy. What has stopped drafting may be the last sequences' own: that there were
+        more of them, their texts or that they ended soon."""
+        has_lost = self.break_even.reason is PlainReason.OVERSPENT
+        return 0 if not has_lost and self._pays(num_sequences) else self._steps_to_probe()
 
     def _steps_to_probe(self) -> int:
         return self.break_even.steps_to_probe(self._probe_price) if self._may_probe else _NO_PROBE
@@ -161,6 +161,12 @@ class DraftPolicy:
         self.plain_steps[self._last_reason] += num_steps
         self.break_even.skip(num_steps)
 
+    def observe_acceptance(self, outcome: StepOutcome) -> None:
+        """Learns which drafts of an executed step were accepted, as of sequences that are not in
+        any slot here: what a worker generates before it serves."""
+        if outcome.width > 1:
+            self.rates.observe_shared(self._reached(outcome))
+
     def observe_seconds(self, outcome: StepOutcome) -> None:
         """Learns what an executed step took, and nothing else of it."""
         if outcome.num_asked > 0:
@@ -199,16 +205,18 @@ class DraftPolicy:
         return self.max_draft_tokens if self._drafts_in_blocks else num_drafts
 
     def _learn(self, outcome: StepOutcome) -> None:
-        slots = np.array(outcome.slots)
-        reached = Reached(
-            np.array(outcome.num_verified), np.array(outcome.num_accepted), self.max_draft_tokens
-        )
-        self.rates.observe(slots, reached)
+        reached = self._reached(outcome)
+        self.rates.observe(np.array(outcome.slots), reached)
         given, has_confidence = self._ragged(outcome.confidences)
         if has_confidence.any():
             reached.was_tested &= has_confidence
             reached.was_accepted &= has_confidence
             self.calibration.observe(given, reached)
+
+    def _reached(self, outcome: StepOutcome) -> Reached:
+        return Reached(
+            np.array(outcome.num_verified), np.array(outcome.num_accepted), self.max_draft_tokens
+        )
 
     def _estimate(self, slots: IntArray, limits: IntArray) -> DraftPlan:
         likely, hopeful = self._seconds(len(slots))
@@ -242,17 +250,16 @@ class DraftPolicy:
             joins, begins = self.gates.join(slots)
             self.rates.forget(slots[begins])
             return self._drafts(choice.width, limits * (pays | joins))
-        self._may_resume = self._pays_for_others(len(slots), likely)
         return self._plain(len(slots), self.break_even.reason, self._steps_without_review())
 
     def _lacks_only_room(self, expected: FloatArray, likely: FloatArray) -> bool:
         return self.is_drafting and self._choose(expected, likely).gain > 1.0
 
-    def _pays_for_others(self, size: int, likely: FloatArray) -> bool:
-        """Whether new sequences would draft: what has stopped it is these ones' own, their texts
-        or that they end soon."""
-        if self.break_even.reason is not PlainReason.BELOW_BREAK_EVEN:
-            return False
+    def _pays(self, size: int) -> bool:
+        """Whether so many new sequences would be drafted for; True where nothing is known."""
+        if self.costs.plain_seconds(size) is None:
+            return True
+        likely, _ = self._seconds(size)
         rates = np.broadcast_to(self.rates.shared, (size, self.max_draft_tokens))
         return self._choose(rates, likely).gain > 1.0
 

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvbraid.speculative.draft_policy import DraftPlan, StepOutcome
 
 
+def _ignore(outcome: StepOutcome) -> None:
+    """Nothing is learnt."""
+
+
 class FixedPolicy:
-    """`DraftPolicy` without any judgement."""
+    """`DraftPolicy` without any judgement. Used by the engine thread."""
 
-    is_drafting = True
-    steps_to_probe = 0
-
-    def __init__(self, max_draft_tokens: int) -> None:
+    def __init__(
+        self, max_draft_tokens: int, observe: Callable[[StepOutcome], None] = _ignore
+    ) -> None:
+        """observe: gets every executed step; its slots are no other policy's."""
         self._max_draft_tokens = max_draft_tokens
+        self._observe = observe
         self._num_opened = 0
+
+    def steps_to_drafts(self, num_sequences: int) -> int:
+        """See Policy: none."""
+        return 0
 
     def open(self) -> int:
         """A number for a new sequence."""
@@ -44,7 +53,8 @@ class FixedPolicy:
         return 1 + max(num_drafts, default=0)
 
     def record(self, outcome: StepOutcome) -> None:
-        """Nothing is learnt."""
+        """See Policy: it is told to `observe`."""
+        self._observe(outcome)
 
     def skip(self, num_steps: int) -> None:
         """Its plans allow none."""

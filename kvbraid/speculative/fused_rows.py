@@ -77,10 +77,8 @@ class FusedRows:
             self._is_held[slots.array] = False
             return
         began = time.monotonic()
-        if self._waiting.has_room(taps):
-            self._waiting.add(slots.array, taps)
-        else:
-            self._take_many(slots.array, taps)
+        for full in self._waiting.add(slots.array, taps):
+            self._fuse(full)
         self._is_held[slots.array] = True
         self._is_held[: self._page_size] = False
         self._tap_s += time.monotonic() - began
@@ -110,7 +108,8 @@ class FusedRows:
 
     def read(self, slots: LogicalSlots) -> Tensor:
         """Their rows, [n, d], a copy. Every one must be held."""
-        self._fuse_waiting()
+        for waiting in self._waiting.drain():
+            self._fuse(waiting)
         found = torch.empty(len(slots), self._fusion.fused_width, dtype=self._dtype)
         np.take(self._rows, slots.array, axis=0, out=found.view(torch.uint8).numpy())
         return found
@@ -121,21 +120,8 @@ class FusedRows:
         found: NDArray[np.uint8] = kept.view(torch.uint8).numpy()
         return found
 
-    def _take_many(self, slots: NDArray[np.int64], taps: Tensor) -> None:
-        self._fuse_waiting()
-        if self._waiting.has_room(taps):
-            self._waiting.add(slots, taps)
-        else:
-            self._fuse(Taps(slots, taps))
-
-    def _fuse_waiting(self) -> None:
-        """Put the rows of all taps that wait where they belong."""
-        waiting = self._waiting.drain()
-        if waiting is not None:
-            self._fuse(waiting)
-
     @torch.inference_mode()
     def _fuse(self, taken: Taps) -> None:
         newest = taken.newest(self._page_size)
-        rows = self._bytes(self._fusion.fuse(taken.taps))
+        rows = self._bytes(self._fusion.fuse(taken.taps)[: len(taken.slots)])
         self._rows[taken.slots[newest]] = rows[newest]

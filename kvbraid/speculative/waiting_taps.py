@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from kvbraid.model.graph_capture import graph_size
 
 # Memory for them: at most so many bytes and rows. What reads rows waits for so many to be fused.
 _MOST_BYTES = 64 << 20
@@ -16,8 +20,19 @@ _MOST_ROWS = 2048
 Slots = NDArray[np.int64]
 
 
+def most_waiting(tap_shape: Sequence[int], dtype: torch.dtype) -> int:
+    """Rows of taps of this shape, [m, d_t], that may wait at a time."""
+    return max(1, min(_MOST_ROWS, _MOST_BYTES // (math.prod(tap_shape) * dtype.itemsize)))
+
+
+def padded_sizes(tap_shape: Sequence[int], dtype: torch.dtype) -> list[int]:
+    """Every number of rows that `WaitingTaps.drain` gives off a CPU."""
+    most = most_waiting(tap_shape, dtype)
+    return sorted({graph_size(number, most) for number in range(1, most + 1)})
+
+
 class Taps(NamedTuple):
-    """taps [T, m, d_t] of the tokens in the logical slots [T]."""
+    """taps [P, m, d_t], of which the first T are those of the tokens in the logical slots [T]."""
 
     slots: Slots
     taps: Tensor
@@ -42,38 +57,46 @@ class WaitingTaps:
         self._num_rows = 0
         self._dropped: list[tuple[int, Slots]] = []
 
-    def has_room(self, taps: Tensor) -> bool:
-        """Whether `add` takes them before the next `drain`."""
+    def add(self, slots: Slots, taps: Tensor) -> Iterator[Taps]:
+        """Keeps a copy of the taps, and the slots themselves. Yields what waits whenever there is
+        no room for more; to be run to its end."""
         memory = self._memory_for(taps)
-        return self._num_rows + len(taps) <= len(memory)
-
-    def add(self, slots: Slots, taps: Tensor) -> None:
-        """Keeps a copy of the taps, and the slots themselves. There must be room."""
-        begin, self._num_rows = self._num_rows, self._num_rows + len(taps)
-        self._memory_for(taps)[begin : self._num_rows].copy_(taps)
-        self._slots.append(slots)
+        while len(slots):
+            num_taken = min(len(slots), len(memory) - self._num_rows)
+            if num_taken < len(slots) and self._num_rows:
+                yield from self.drain()
+                num_taken = min(len(slots), len(memory))
+            begin, self._num_rows = self._num_rows, self._num_rows + num_taken
+            memory[begin : self._num_rows].copy_(taps[:num_taken])
+            self._slots.append(slots[:num_taken])
+            slots, taps = slots[num_taken:], taps[num_taken:]
 
     def drop(self, slots: Slots) -> None:
         """What waits for these slots is no longer wanted; what is added later is."""
         if self._num_rows:
             self._dropped.append((self._num_rows, slots))
 
-    def drain(self) -> Taps | None:
-        """All that wait, valid until the next `add`; None when nothing does."""
+    def drain(self) -> Iterator[Taps]:
+        """All that wait, valid until the next `add`; nothing where nothing does.
+
+        Off a CPU taps are padded to few sizes: a product of a size that was never computed loads
+        its kernel first, which takes as long as dozens of steps.
+        """
         if not self._num_rows:
-            return None
+            return
         assert self._memory is not None
         slots = np.concatenate(self._slots)
         for end, dropped in self._dropped:
             slots[:end][np.isin(slots[:end], dropped)] = self._padding_slot
-        taps = Taps(slots, self._memory[: self._num_rows])
+        size = self._num_rows
+        if self._memory.device.type != "cpu":
+            size = graph_size(size, len(self._memory))
         self._slots, self._num_rows, self._dropped = [], 0, []
-        return taps
+        yield Taps(slots, self._memory[:size])
 
     def _memory_for(self, taps: Tensor) -> Tensor:
         if self._memory is None:
-            row_bytes = taps.shape[1:].numel() * taps.element_size()
-            num_rows = min(_MOST_ROWS, _MOST_BYTES // row_bytes)
+            num_rows = most_waiting(taps.shape[1:], taps.dtype)
             # Steps run in inference mode, but a tensor made there could be written only there.
             with torch.inference_mode(False):
                 self._memory = taps.new_empty(num_rows, *taps.shape[1:])

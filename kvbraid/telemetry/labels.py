@@ -69,6 +69,8 @@ LABELS = {
     "rank": "rank of the worker, 0 to tp_size - 1",
     "reason": "why; a list for each metric",
     "role": "coordinator, prefill, decode or draft",
+    "setting": "the setting that names the file: tls_certificate, tls_client_certificate, "
+    "tls_client_ca or tls_server_ca",
     "state": "a list for each metric",
     "version": "version of KVBraid",
 }

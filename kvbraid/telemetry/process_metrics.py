@@ -7,12 +7,14 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 from kvbraid import __version__
 from kvbraid.telemetry.buckets import LAG_BUCKETS, REQUEST_BUCKETS
 from kvbraid.telemetry.labels import ERROR_PAIRS, FALLBACK_REASONS, with_values
+from kvbraid.telemetry.tls_metrics import TlsMetrics
 
 
 class RpcMetrics:
-    """gRPC server side, every role."""
+    """gRPC server side and certificates, every role."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
+        self.tls = TlsMetrics(registry)
         self.requests_total = Counter(
             "kvbraid_rpc_requests_total", "Finished calls.", ["method", "code"], registry=registry
         )

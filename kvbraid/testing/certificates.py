@@ -76,10 +76,10 @@ class CertificateAuthority:
             certificate=_replaced(self._directory / f"{name}.crt", certificate),
         )
 
-    def mutual(self, name: str, *, server_name: str = "") -> TlsSettings:
-        """Settings of a process that shows a new certificate to everyone and asks everyone for
-        one of this authority."""
-        files = self.issue(name)
+    def mutual(self, name: str, *, server_name: str = "", ends: timedelta = _DAY) -> TlsSettings:
+        """Settings of a process that shows a new certificate, until `ends` from now, to everyone
+        and asks everyone for one of this authority."""
+        files = self.issue(name, ends=ends)
         return TlsSettings(
             tls_certificate=files.certificate,
             tls_private_key=files.private_key,

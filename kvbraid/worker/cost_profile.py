@@ -44,11 +44,10 @@ class ProfilePolicy(FixedPolicy):
         observe: Callable[[StepOutcome], None],
     ) -> None:
         """num_sequences: of the steps that count; observe: gets every executed step."""
-        super().__init__(max(widths) - 1)
+        super().__init__(max(widths) - 1, observe)
         self.pending = deque(sorted(widths, reverse=True))
         self._has_room = False
         self._num_sequences = num_sequences
-        self._observe = observe
 
     def plan(self, slots: Sequence[int], limits: Sequence[int]) -> DraftPlan:
         """The next width."""
@@ -58,7 +57,7 @@ class ProfilePolicy(FixedPolicy):
 
     def record(self, outcome: StepOutcome) -> None:
         """See Policy. A width that the drafter gave nothing for is not tried again."""
-        self._observe(outcome)
+        super().record(outcome)
         if self.pending and self._has_room and len(outcome.slots) == self._num_sequences:
             self.pending.popleft()
 

@@ -1,7 +1,8 @@
 """A first generation with drafts, before anyone is served: does the drafter fit its target?
 
 Wrong tap layers, a shifted slot or a missing tensor change no output, so nothing else would tell:
-drafts are hardly ever accepted then.
+drafts are hardly ever accepted then. The adaptive policy begins with what is accepted here: a
+drafter that does not fit is left alone until a probe, and costs the first clients nothing.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from kvbraid.chat_template import ChatTemplate
 from kvbraid.engine.drafted_decoding import DraftedDecoding
 from kvbraid.engine.sequence import SequenceKey
 from kvbraid.request import ChatMessage, TokenChunk
+from kvbraid.speculative.draft_policy import DraftPolicy
 from kvbraid.speculative.fixed_policy import FixedPolicy
 from kvbraid.tokenizer import Tokenizer
 from kvbraid.worker.start_up_generation import generate_to_the_end
@@ -88,7 +90,10 @@ async def check_drafter(
     """Generate a text greedily with all the drafts that come. Nothing else may run."""
     prompt = prompt[: max(1, worker.identity.max_model_len - _NUM_TOKENS - 1)]
     check, policy = DrafterCheck(), speculation.policy
-    speculation.policy = FixedPolicy(speculation.max_draft_tokens)
+    drafting = FixedPolicy(speculation.max_draft_tokens)
+    if isinstance(policy, DraftPolicy):
+        drafting = FixedPolicy(speculation.max_draft_tokens, policy.observe_acceptance)
+    speculation.policy = drafting
     key = SequenceKey("drafter-check", 0, 0)
     for chunk in await generate_to_the_end(worker, key, prompt, _NUM_TOKENS):
         check.add(chunk)

@@ -12,14 +12,16 @@ from collections.abc import Iterator
 
 import torch
 
+from kvbraid.speculative.captured_context import MOST_CAPTURED_ROWS
 from kvbraid.speculative.proposal import DraftSampling, DraftTask
 from kvbraid.speculative.proposer import Proposer
 from kvbraid.speculative.tap_fusion import TapFusion
+from kvbraid.speculative.waiting_taps import padded_sizes
 
 logger = logging.getLogger(__name__)
 
-# Rows of a prompt; products of other sizes use the kernels of these.
-_NUM_ROWS = (1, 16, 64, 128, 256, 1024)
+# What rows of prompts are padded to.
+_NUM_ROWS = tuple(1 << i for i in range(MOST_CAPTURED_ROWS.bit_length()))
 # Larger batches seldom draft, and meet their sizes in use.
 _MOST_SEQUENCES = 64
 # What is left after so long is met in use.
@@ -30,10 +32,11 @@ _DRAWN = DraftSampling(temperature=1.0, signed_key=1)
 
 
 def warm_up_fusion(fusion: TapFusion, dtype: torch.dtype, device: torch.device) -> None:
-    """Fuses zeros; nothing on a CPU, where nothing is loaded."""
+    """Fuses zeros of every size that taps are padded to; nothing on a CPU, where nothing is loaded
+    and nothing padded."""
     if device.type == "cpu":
         return
-    for num_rows in _NUM_ROWS:
+    for num_rows in padded_sizes(fusion.tap_shape, dtype):
         fusion.fuse(torch.zeros(num_rows, *fusion.tap_shape, dtype=dtype, device=device)).cpu()
 
 

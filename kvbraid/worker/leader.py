@@ -19,6 +19,7 @@ from kvbraid.kv.prefix_cache import PrefixCache
 from kvbraid.rpc.lifecycle import run_until_signal
 from kvbraid.rpc.ready import write_ready
 from kvbraid.rpc.server import RpcServer
+from kvbraid.settled_heap import settle_heap
 from kvbraid.telemetry.endpoint import MetricsEndpoint
 from kvbraid.telemetry.loop_lag import sample_loop_lag
 from kvbraid.tokenizer import load_tokenizer
@@ -83,6 +84,7 @@ async def lead(rank: Rank, add_services: AddServices) -> int:
         ]
         if isinstance(speculation, DraftedDecoding):
             await _prepare_drafting(rank, worker, speculation)
+        settle_heap()
         await rank.server.set_serving(True)
         watch = EngineWatch(
             rank.server,

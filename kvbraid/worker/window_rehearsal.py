@@ -11,11 +11,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from kvbraid.engine.drafted_decoding import DraftedDecoding
 from kvbraid.engine.sequence import SequenceKey
-from kvbraid.speculative.draft_policy import DraftPolicy, StepOutcome
+from kvbraid.speculative.draft_policy import DraftPolicy
 from kvbraid.speculative.fixed_policy import FixedPolicy
 from kvbraid.worker.start_up_generation import generate_to_the_end
 from kvbraid.worker.worker import Worker, WorkerIdentity
@@ -29,19 +29,6 @@ _NUM_STEPS = 4
 # What is left after so long is met in use.
 _LONGEST_S = 60.0
 _NAME = "window-rehearsal"
-
-
-class RehearsalPolicy(FixedPolicy):
-    """Drafts a fixed number of tokens and tells what steps took."""
-
-    def __init__(self, num_drafts: int, observe: Callable[[StepOutcome], None]) -> None:
-        """observe: gets every executed step."""
-        super().__init__(num_drafts)
-        self._observe = observe
-
-    def record(self, outcome: StepOutcome) -> None:
-        """See Policy."""
-        self._observe(outcome)
 
 
 async def rehearse_windows(
@@ -58,7 +45,7 @@ async def rehearse_windows(
             break
         # Plain steps come last: their price is known to be fresh then.
         for num_drafts in range(policy.max_draft_tokens, -1, -1):
-            speculation.policy = RehearsalPolicy(num_drafts, policy.observe_seconds)
+            speculation.policy = FixedPolicy(num_drafts, policy.observe_seconds)
             runs = (_generate(worker, prompt, num_drafts, number, i) for i in range(size))
             await asyncio.gather(*runs)
             number += 1

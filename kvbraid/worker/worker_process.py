@@ -18,6 +18,7 @@ from kvbraid.engine.rank_lost import RankLostError
 from kvbraid.engine.ranks import RankContext, SpawnedRanks, from_environment, spawn_ranks, start_run
 from kvbraid.errors import StartupError
 from kvbraid.rpc.lifecycle import EXIT_FAILED
+from kvbraid.settled_heap import settle_heap
 from kvbraid.telemetry.logging import configure_logging
 from kvbraid.worker.endpoints import gather_endpoints
 from kvbraid.worker.engine_thread import EngineFailedError, EngineThread
@@ -91,6 +92,7 @@ async def _follow(rank: Rank) -> int:
     async with served_rank(
         rank.metrics, rank.settings.server, rank.context.rank, rank.control_group, rank.built.device
     ):
+        settle_heap()
         engine.start()
         await engine.finished
     if engine.failure.done():

@@ -6,9 +6,10 @@ from deploy.observability.model import DASHBOARD, Panel, Query, Row
 
 
 def process_row(role: str) -> Row:
-    """CPU, memory, event loop and RPCs of the processes of a role."""
+    """CPU, memory, event loop, RPCs and certificates of the processes of a role."""
     lag = DASHBOARD.quantile(0.99, "kvbraid_process_loop_lag_seconds", ("instance",), role)
     slow = DASHBOARD.quantile(0.95, "kvbraid_rpc_duration_seconds", ("method",), role)
+    expiry = DASHBOARD.series("kvbraid_tls_certificate_expiry_timestamp_seconds", role)
     return Row(
         "Processes",
         (
@@ -27,5 +28,9 @@ def process_row(role: str) -> Row:
             Panel("Start", "When did each process start? A jump is a restart.", "dtdurations",
                   (Query("time() - " + DASHBOARD.series("process_start_time_seconds", role),
                          "{{instance}}"),)),
+            Panel("Certificates", "How long until a certificate expires? At 0 it has.",
+                  "dtdurations",
+                  (Query(f"clamp_min({expiry} - time(), 0)", "{{instance}} {{setting}}"),),
+                  needs="tls"),
         ),
     )  # fmt: skip

@@ -8,6 +8,8 @@ from deploy.observability.rules.rule import RULES, Alert, RuleGroup, whole
 from deploy.observability.rules.slo import (
     ACCEPTANCE_RATIO,
     AVAILABILITY_OBJECTIVE,
+    CERTIFICATE_PAGE_DAYS,
+    CERTIFICATE_TICKET_DAYS,
     INTER_TOKEN_OBJECTIVE,
     KV_USED_RATIO,
     LOOP_LAG_SECONDS,
@@ -168,6 +170,36 @@ _HANDOFF = (
     ),
 )  # fmt: skip
 
+_DAY_S = 86400
+
+
+def _expires_in(days: Slo) -> str:
+    """Seconds that are left, where they are fewer; below 0 once it has expired."""
+    expiry = _S("kvbraid_tls_certificate_expiry_timestamp_seconds")
+    return f"{expiry} - time() < {days} * {_DAY_S}"
+
+
+_TIME_LEFT = (
+    "What {{ $labels.setting }} of {{ $labels.instance }} names {{ if lt $value 0.0 }}has expired"
+    "{{ else }}expires in {{ $value | humanizeDuration }}{{ end }}."
+)
+
+_CERTIFICATES = (
+    Alert(
+        "KVBraidCertificateExpiring", _expires_in(CERTIFICATE_TICKET_DAYS),
+        "15m", "ticket", _TIME_LEFT,
+    ),
+    Alert(
+        "KVBraidCertificateAlmostExpired", _expires_in(CERTIFICATE_PAGE_DAYS),
+        "15m", "page", _TIME_LEFT,
+    ),
+    Alert(
+        "KVBraidRenewalRefused", f"{_S('kvbraid_tls_refused_renewals')} > 0",
+        "15m", "ticket",
+        "{{ $labels.instance }} cannot use its changed certificate files and keeps the old ones.",
+    ),
+)  # fmt: skip
+
 _SPEC_ACCEPTED = whole(_R("kvbraid_speculation_accepted_tokens_total", position="1"))
 _SPEC_VERIFIED = whole(_R("kvbraid_speculation_verified_tokens_total", position="1"))
 _SPEC_STEPS = whole(_R("kvbraid_speculation_acceptance_length_tokens_count"))
@@ -190,5 +222,7 @@ _SPECULATION = (
 )  # fmt: skip
 
 ALERTS = RuleGroup(
-    "kvbraid.alerts", "15s", (*_BUDGETS, *_PRESENCE, *_ENGINE, *_HANDOFF, *_SPECULATION)
+    "kvbraid.alerts",
+    "15s",
+    (*_BUDGETS, *_PRESENCE, *_ENGINE, *_HANDOFF, *_CERTIFICATES, *_SPECULATION),
 )

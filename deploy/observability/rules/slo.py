@@ -43,6 +43,12 @@ QUEUE_DRAIN_SECONDS = Slo(
 )
 STEP_AGE_SECONDS = Slo("step_age_seconds", 10, "An engine without a step for longer is stuck.")
 LOOP_LAG_SECONDS = Slo("loop_lag_seconds", 0.25, "An event loop later than this is blocked.")
+CERTIFICATE_TICKET_DAYS = Slo(
+    "certificate_ticket_days", 7, "A certificate that expires in fewer days should be renewed."
+)
+CERTIFICATE_PAGE_DAYS = Slo(
+    "certificate_page_days", 1, "A certificate that expires in fewer days must be renewed now."
+)
 ACCEPTANCE_RATIO = Slo("acceptance_ratio", 0.4, "A drafter that is right less often is wrong here.")
 
 SLOS = (
@@ -56,6 +62,8 @@ SLOS = (
     QUEUE_DRAIN_SECONDS,
     STEP_AGE_SECONDS,
     LOOP_LAG_SECONDS,
+    CERTIFICATE_TICKET_DAYS,
+    CERTIFICATE_PAGE_DAYS,
     ACCEPTANCE_RATIO,
 )
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import ssl
 import threading
 import urllib.request
 from typing import Self
 
 import grpc
 
+from kvbraid.rpc.credentials import credentials_of
+from kvbraid.settings import TlsSettings
 from kvbraid.v1 import coordinator_pb2, coordinator_pb2_grpc, generation_pb2
 
 _WORDS = ("the", "sky", "is", "blue", "because", "light", "of", "short", "waves", "scatters")
@@ -24,11 +27,13 @@ _CANCEL_AFTER_S = (0.0, 0.4)
 
 class Load:
     """A context manager: clients of HTTP and gRPC ask without pause. Some leave in the middle of
-    the answer, some before it begins."""
+    the answer, some before it begins. tls: how they call."""
 
-    def __init__(self, http: str, rpc: str, model: str) -> None:
-        self._url = f"http://{http}/v1/completions"
+    def __init__(self, http: str, rpc: str, model: str, tls: TlsSettings) -> None:
+        self._url = f"{'https' if tls.calls else 'http'}://{http}/v1/completions"
+        self._https = _https_context(tls) if tls.calls else None
         self._rpc = rpc
+        self._credentials = credentials_of(tls).current().channel
         self._model = model
         self._stop = threading.Event()
         tasks = [(self._ask, (0,)), (self._ask, (1,)), (self._call, ())]
@@ -65,7 +70,7 @@ class Load:
 
     def _call(self) -> None:
         rng = random.Random(2)
-        with grpc.insecure_channel(self._rpc) as channel:
+        with self._channel() as channel:
             stub = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
             for turn in itertools.count():
                 if self._stop.is_set():
@@ -86,6 +91,11 @@ class Load:
                     self.errors.append(str(error))
                     self._stop.wait(_PAUSE_S)
 
+    def _channel(self) -> grpc.Channel:
+        if self._credentials is None:
+            return grpc.insecure_channel(self._rpc)
+        return grpc.secure_channel(self._rpc, self._credentials)
+
     def _stream(self, prompt: str, *, leave_early: bool) -> None:
         body = {
             "model": self._model, "prompt": prompt, "max_tokens": 400 if leave_early else 24,
@@ -93,10 +103,17 @@ class Load:
         }  # fmt: skip
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(self._url, json.dumps(body).encode(), headers)
-        with urllib.request.urlopen(request, timeout=60) as response:
+        with urllib.request.urlopen(request, timeout=60, context=self._https) as response:
             for number, line in enumerate(response):
                 if leave_early and number > 8:
                     return
                 if line.startswith(b"data: [DONE]"):
                     break
         self.num_answers += 1
+
+
+def _https_context(tls: TlsSettings) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=tls.tls_server_ca)
+    certificate, private_key = tls.shown_pair
+    context.load_cert_chain(certificate, private_key)
+    return context

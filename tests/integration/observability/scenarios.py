@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import grpc
@@ -27,12 +27,14 @@ from tests.integration.observability.other_weights import copy_with_other_weight
 from tests.integration.observability.stutter import stuttering
 from tests.integration.observability.watched import (
     DRAFTER,
+    LASTING,
     PATIENT,
     SMALL,
     TINY_MLA,
     await_data,
     await_firing,
     await_served,
+    lasting_authority,
     prometheus_of,
     watched_cluster,
 )
@@ -193,6 +195,21 @@ def a_worker_comes_back_with_other_weights(folder: Path) -> Phases:
             replaced.kill()
 
 
+@fires("CertificateExpiring", "CertificateAlmostExpired", "RenewalRefused")
+def certificates_are_renewed_for_hours_and_then_by_half(folder: Path) -> Phases:
+    authority = lasting_authority(folder)
+    tls = authority.mutual("service", ends=LASTING)
+    expiry = 'kvbraid_tls_certificate_expiry_timestamp_seconds{setting="tls_certificate"}'
+    with watched_cluster(folder, spec(f"tp=1,dcp=1,{POOL}"), tls=tls) as watched:
+        everyone = len(watched.cluster.children)
+        await_data(watched.prometheus, f"count({expiry}) == {everyone}")
+        yield watched.prometheus
+        authority.issue("service", ends=timedelta(hours=12))
+        await_data(watched.prometheus, f"count({expiry} - time() < 86400) == {everyone}")
+        Path(tls.tls_private_key).write_text("only the first ha")
+        yield watched.prometheus
+
+
 @fires("NoDecodeWorker", "WorkerDown", "ErrorBudgetFast")
 def the_only_decode_worker_dies(folder: Path) -> Phases:
     with watched_cluster(folder, spec(f"tp=1,dcp=1,{POOL}")) as watched, watched.load():
@@ -218,10 +235,11 @@ def a_coordinator_restarts_and_then_is_gone(folder: Path) -> Phases:
         await_data(prometheus, "process_start_time_seconds")
         yield prometheus
         for _ in range(3):
+            # Every restart must be scraped: changes() counts what samples show.
+            [(_, started_s)] = prometheus.query("process_start_time_seconds")
             child.kill()
-            restarted_s = time.time() - 1
             child = stack.enter_context(_coordinator(command, folder))
-            await_data(prometheus, f"process_start_time_seconds > {restarted_s}")
+            await_data(prometheus, f"process_start_time_seconds > {started_s}")
         await_firing(prometheus, {"KVBraidRestarting"})
         child.kill()
         yield prometheus

@@ -19,6 +19,7 @@ from kvbraid.cluster.worker_spec import WorkerSpec
 from tests.integration.observability.load import Load
 from tests.integration.observability.watched import (
     DRAFTER,
+    LASTING,
     NEEDS_PROMETHEUS,
     PATIENT,
     SMALL,
@@ -26,6 +27,7 @@ from tests.integration.observability.watched import (
     Watched,
     await_served,
     await_silence,
+    lasting_authority,
     watched_cluster,
 )
 from tools.prometheus_server import Prometheus
@@ -48,7 +50,9 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
         coordinator=("--poll-seconds=0.2", "--served-model-name=tiny"),
         drain_seconds=5.0,
     )
-    with watched_cluster(tmp_path_factory.mktemp("observability"), spec) as watched:
+    folder = tmp_path_factory.mktemp("observability")
+    tls = lasting_authority(folder).mutual("service", ends=LASTING)
+    with watched_cluster(folder, spec, tls=tls) as watched:
         yield watched
 
 

@@ -7,12 +7,16 @@ import signal
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
 from kvbraid.cluster.local_cluster import ClusterSpec, LocalCluster
+from kvbraid.settings import TlsSettings
+from kvbraid.settings.fields import settings_of
+from kvbraid.testing.certificates import CertificateAuthority
 from tests.integration.observability.load import Load
 from tools.fetch_prometheus import installed
 from tools.prometheus_server import Prometheus
@@ -22,6 +26,9 @@ DRAFTER = TINY_MLA.with_name("tiny-mla-eagle3")
 SMALL = "page_size=4,threads_per_rank=1"
 # On a machine that runs other tests too a step may wait for drafts.
 PATIENT = "draft_timeout_ms=2000,draft_timeout_fraction=100"
+PLAINTEXT = TlsSettings()
+# No alert is about certificates that last so long.
+LASTING = timedelta(days=29)
 START_S = 110.0
 ALERT_S = 90.0
 HOLD_S = 5
@@ -77,16 +84,31 @@ def await_served(prometheus: Prometheus, num_requests: int = 20) -> None:
     await_data(prometheus, f"sum({ended}) >= {num_requests}")
 
 
+def lasting_authority(folder: Path) -> CertificateAuthority:
+    """Its files go to a new folder in `folder`."""
+    directory = folder / "tls"
+    directory.mkdir()
+    return CertificateAuthority(directory, ends=LASTING)
+
+
+def _flags(tls: TlsSettings) -> list[str]:
+    given = {setting.flag: getattr(tls, name) for name, setting in settings_of(TlsSettings).items()}
+    return [f"{flag}={value}" for flag, value in given.items() if value]
+
+
 @dataclass(frozen=True)
 class Watched:
-    """A running cluster and the Prometheus that watches it."""
+    """A running cluster and the Prometheus that watches it. tls: of all its processes, and of
+    clients."""
 
     cluster: LocalCluster
     prometheus: Prometheus
+    tls: TlsSettings
 
     def load(self) -> Load:
         """Clients, while the block lasts."""
-        return Load(self.cluster.coordinator.http, self.cluster.coordinator.grpc, "tiny")
+        coordinator = self.cluster.coordinator
+        return Load(coordinator.http, coordinator.grpc, "tiny", self.tls)
 
     def signal(self, name: str, number: signal.Signals) -> None:
         """Send a signal to one process of the cluster."""
@@ -94,15 +116,18 @@ class Watched:
 
 
 @contextmanager
-def watched_cluster(folder: Path, spec: ClusterSpec, scrape_s: int = 1) -> Iterator[Watched]:
+def watched_cluster(
+    folder: Path, spec: ClusterSpec, scrape_s: int = 1, tls: TlsSettings = PLAINTEXT
+) -> Iterator[Watched]:
     """Start both; frozen processes are woken at the end, so that they can be stopped."""
-    with LocalCluster(spec, folder / "logs") as cluster:
+    secured = replace(spec, everyone=(*spec.everyone, *_flags(tls)))
+    with LocalCluster(secured, folder / "logs") as cluster:
         cluster.start(timeout_s=START_S)
         reports = {"coordinator": cluster.coordinator, **cluster.workers}
         targets = {name: report.metrics for name, report in reports.items()}
         with prometheus_of(folder, targets, scrape_s) as prometheus:
             try:
-                yield Watched(cluster, prometheus)
+                yield Watched(cluster, prometheus, tls)
             finally:
                 for child in cluster.children.values():
                     if child.is_running:

@@ -7,11 +7,13 @@ import re
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, fields, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+from cryptography import x509
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from benchmarks import handoff
@@ -39,9 +41,10 @@ class Secret:
         self._num_written += 1
         version = self._directory / f"version-{self._num_written}"
         version.mkdir()
-        self.authority = CertificateAuthority(version)
+        days = timedelta(days=self._num_written)
+        self.authority = CertificateAuthority(version, ends=10 * days)
         for name in ("service", "client"):
-            self.authority.issue(name)
+            self.authority.issue(name, ends=days)
         fresh = self._directory / "fresh"
         fresh.symlink_to(version)
         fresh.rename(self._link)
@@ -100,11 +103,11 @@ DETOURS = {
 }
 
 
-def total(report: Any, name: str) -> float:
-    """Sum of a metric's samples."""
+def samples(report: Any, name: str) -> list[float]:
+    """Of every series of a metric."""
     with urllib.request.urlopen(f"http://{report.metrics}/metrics", timeout=10) as answer:
         lines = answer.read().decode().splitlines()
-    return sum(float(line.split()[-1]) for line in lines if re.match(rf"{name}[{{ ]", line))
+    return [float(line.split()[-1]) for line in lines if re.match(rf"{name}[{{ ]", line)]
 
 
 @pytest.fixture
@@ -113,8 +116,12 @@ async def handed_over(secured: Secured) -> AsyncIterator[None]:
     without a prefill worker, and tokens are the same without drafts."""
 
     def counts() -> dict[str, float]:
-        found = {name: total(secured.report(name), metric) for name, metric in DETOURS.items()}
-        return found | {"pushed": total(secured.report("prefill-0"), "kvbraid_handoff_bytes_total")}
+        found = {
+            name: sum(samples(secured.report(name), metric)) for name, metric in DETOURS.items()
+        }
+        return found | {
+            "pushed": sum(samples(secured.report("prefill-0"), "kvbraid_handoff_bytes_total"))
+        }
 
     before = await asyncio.to_thread(counts)
     yield
@@ -156,6 +163,25 @@ async def test_every_service_asks_for_a_certificate(
         await client.__aexit__()
     async with support.client(secured.address(name), secured.client) as client:
         assert (await client.info()).role == name.partition("-")[0]
+
+
+def shown_expiries(report: Any) -> list[float]:
+    """Unix times that a process exports: of its certificate and of the authorities, twice."""
+    return sorted(samples(report, "kvbraid_tls_certificate_expiry_timestamp_seconds"))
+
+
+def expiries(secured: Secured) -> list[float]:
+    """What it should export of the files that are there now."""
+    tls = secured.secret.mutual("service")
+    return [
+        x509.load_pem_x509_certificate(Path(path).read_bytes()).not_valid_after_utc.timestamp()
+        for path in (tls.tls_certificate, tls.tls_client_ca, tls.tls_server_ca)
+    ]
+
+
+@pytest.mark.parametrize("name", ROLES)
+def test_every_service_says_when_its_files_expire(secured: Secured, name: str) -> None:
+    assert shown_expiries(secured.report(name)) == expiries(secured)
 
 
 @pytest.mark.parametrize("name", ROLES)
@@ -200,6 +226,7 @@ async def test_renewed_certificates_need_no_restart(
         # The next request needs new connections, also from the coordinator to workers and on.
         assert await client.all_tokens(late.prompt_ids, len(late.output_ids)) == late.output_ids
     for name in ROLES:
+        assert shown_expiries(secured.report(name)) == expiries(secured)
         visitor = support.client(secured.address(name), old)
         with pytest.raises(grpc.aio.AioRpcError):
             await visitor.info()

@@ -117,7 +117,7 @@ def test_rows_that_come_for_sequences_that_do_not_draft_meet_no_drafter_and_no_f
 
     def script() -> Script:
         engine.submit("a", [1, 2, 3], max_tokens=5)
-        engine.submit("b", [1, 2, 3, 4], max_tokens=5, source=Source.HANDOFF)
+        engine.submit("b", [1, 2, 3, 4], max_tokens=50, source=Source.HANDOFF)
         yield from engine.until(lambda: engine.is_granted("b"))
         speculation.keep_rows("b/0/0", 0, torch.ones(4, 1))
         engine.complete_arrival("b")
@@ -131,11 +131,12 @@ def test_rows_that_come_for_sequences_that_do_not_draft_meet_no_drafter_and_no_f
 class WaitingPolicy(FixedPolicy):
     """Off until a probe, of which it knows when."""
 
-    is_drafting = False
-
     def __init__(self, steps_to_probe: int) -> None:
         super().__init__(4)
-        self.steps_to_probe = steps_to_probe
+        self._steps_to_probe = steps_to_probe
+
+    def steps_to_drafts(self, num_sequences: int) -> int:
+        return self._steps_to_probe
 
     def plan(self, slots: Seq[int], limits: Seq[int]) -> DraftPlan:
         return DraftPlan((0,) * len(slots), 1, reason=PlainReason.BELOW_BREAK_EVEN)
@@ -143,7 +144,7 @@ class WaitingPolicy(FixedPolicy):
 
 @pytest.mark.parametrize(
     ("steps_to_probe", "max_tokens", "num_taken"),
-    [(20, 30, 4), (20, 10, 0), (128, 200, 4), (129, 200, 0)],
+    [(20, 30, 4), (20, 10, 0), (64, 200, 4), (65, 200, 0)],
 )
 def test_prompts_are_taken_for_the_few_sequences_that_a_probe_may_meet(
     steps_to_probe: int, max_tokens: int, num_taken: int
@@ -167,7 +168,33 @@ def test_prompts_are_taken_for_the_few_sequences_that_a_probe_may_meet(
     assert len(drafter.granted) == num_taken
 
 
-@pytest.mark.parametrize(("steps_to_probe", "is_wanted"), [(128, True), (129, False)])
+class FewPolicy(FixedPolicy):
+    """Drafting pays for three sequences, not for more."""
+
+    def steps_to_drafts(self, num_sequences: int) -> int:
+        return 0 if num_sequences <= 3 else 1000
+
+
+def test_prompts_are_not_taken_for_more_sequences_than_drafting_pays_for() -> None:
+    drafter = DearDrafter()
+    engine = losing_engine(drafter, CountingFusion())
+    speculation = engine.engine._speculation
+    assert isinstance(speculation, DraftedDecoding)
+    speculation.policy = FewPolicy(4)
+
+    def script() -> Script:
+        for i in range(NUM_SEQUENCES):
+            engine.submit(f"s{i}", [i + 1, 2, 3], max_tokens=30, source=Source.HANDOFF)
+        yield from engine.until(lambda: engine.is_granted(f"s{NUM_SEQUENCES - 1}"))
+        for i in range(NUM_SEQUENCES):
+            engine.engine.abort(key_of(f"s{i}"), lambda found: None)
+        yield
+
+    engine.run(script())
+    assert len(drafter.granted) == 3 < NUM_SEQUENCES
+
+
+@pytest.mark.parametrize(("steps_to_probe", "is_wanted"), [(64, True), (65, False)])
 def test_rows_are_kept_for_a_probe_that_is_near(steps_to_probe: int, is_wanted: bool) -> None:
     engine = losing_engine(DearDrafter(), CountingFusion())
     speculation = engine.engine._speculation

@@ -105,6 +105,16 @@ def _speculation(accepted: float, fallbacks: float) -> Series:
     }
 
 
+def _expires_in(days: float) -> Series:
+    """Prometheus' tests begin at the Unix time 0."""
+    name = "kvbraid_tls_certificate_expiry_timestamp_seconds"
+    return {f'{name}{{setting="tls_certificate",{_D}}}': flat(86400 * days, 120)}
+
+
+def _renewals(refused: str) -> Series:
+    return {f"kvbraid_tls_refused_renewals{{{_D}}}": refused}
+
+
 def _started(values: str) -> Series:
     return _info("decode", _D) | {f"process_start_time_seconds{{{_D}}}": values}
 
@@ -157,6 +167,10 @@ CASES = (
               {_PLACED: "0x10 2x50",
                f'kvbraid_process_fallbacks_total{{reason="no_prefill_worker",{_C}}}': "0x10 1x50"},
               "5m"),
+    AlertCase("KVBraidCertificateExpiring", _expires_in(6.9), _expires_in(7.1), "20m"),
+    AlertCase("KVBraidCertificateAlmostExpired", _expires_in(0.9), _expires_in(1.1), "20m"),
+    # Files that are replaced one after the other do not fit for a while: here since ten minutes.
+    AlertCase("KVBraidRenewalRefused", _renewals("0x10 1x110"), _renewals("0x40 1x80"), "20m"),
     AlertCase("KVBraidAcceptanceLow", _speculation(0.2, 0), _speculation(0.6, 0), "25m"),
     AlertCase("KVBraidDraftsMissing", _speculation(0.6, 100), _speculation(0.6, 10)),
 )  # fmt: skip

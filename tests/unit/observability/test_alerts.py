@@ -13,7 +13,7 @@ from deploy.observability.files import DASHBOARDS
 from deploy.observability.rules.alerts import ALERTS
 from deploy.observability.rules.recording import RECORDING
 from deploy.observability.rules.rule import Alert, Recording, RuleGroup
-from deploy.observability.rules.slo import with_defaults
+from deploy.observability.rules.slo import DEFAULT_RUNBOOK_URL, with_defaults
 from tests.unit.observability.alert_cases import CASES, AlertCase, Series
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -146,6 +146,38 @@ def test_what_a_woken_person_reads(promtool: Any, tmp_path: Path) -> None:
         ]
     }  # fmt: skip
     done = run_tests(promtool, tmp_path, case.alert, group)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("end_s", "said"), [(86400, "expires in 23h 40m 0s"), (600, "has expired")]
+)
+def test_the_alert_says_how_long_a_certificate_lasts(
+    end_s: int, said: str, promtool: Any, tmp_path: Path
+) -> None:
+    alert = "KVBraidCertificateAlmostExpired"
+    (name,) = next(case for case in CASES if case.alert == alert).fires
+    group = promtool_test({name: f"{end_s}x100"}, alert, "20m", "15s", 1) | {
+        "alert_rule_test": [
+            {
+                "eval_time": "20m",
+                "alertname": alert,
+                "exp_alerts": [
+                    {
+                        "exp_labels": {
+                            "severity": "page", "setting": "tls_certificate", "job": "kvbraid",
+                            "instance": "d",
+                        },
+                        "exp_annotations": {
+                            "summary": f"What tls_certificate of d names {said}.",
+                            "runbook_url": f"{DEFAULT_RUNBOOK_URL}#{alert.lower()}",
+                        },
+                    }
+                ],
+            }
+        ]
+    }  # fmt: skip
+    done = run_tests(promtool, tmp_path, alert, group)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

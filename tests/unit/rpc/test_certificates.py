@@ -8,6 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from cryptography import x509
 from cryptography.hazmat.primitives.serialization import (
     BestAvailableEncryption,
     Encoding,
@@ -16,11 +17,12 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from kvbraid.errors import ConfigError
-from kvbraid.rpc.certificates import check_tls, unfit_for_calls
+from kvbraid.rpc.certificates import check_tls, expiries_s, unfit_for_calls
 from kvbraid.settings import TlsSettings
 from kvbraid.testing.certificates import CertificateAuthority
 
 HOUR = timedelta(hours=1)
+DAY = timedelta(days=1)
 
 
 @pytest.fixture
@@ -138,3 +140,64 @@ def test_a_certificate_for_servers_only_is_told_where_it_will_be_shown(
     calling = replace(tls, tls_server_ca=authority.path)
     check_tls(calling)
     assert "unsuitable certificate purpose for calls" in unfit_for_calls(calling)
+
+
+def end_s(path: str) -> float:
+    """Another reader's word for when the first certificate of a file expires."""
+    certificate = x509.load_pem_x509_certificate(Path(path).read_bytes())
+    return certificate.not_valid_after_utc.timestamp()
+
+
+def joined(path: Path, *parts: str) -> str:
+    path.write_bytes(b"".join(Path(part).read_bytes() for part in parts))
+    return str(path)
+
+
+def test_each_file_has_its_expiry(tmp_path: Path) -> None:
+    ours = CertificateAuthority(tmp_path, ends=20 * DAY)
+    theirs = CertificateAuthority(tmp_path, "theirs", ends=21 * DAY)
+    mine, shown = ours.issue("mine", ends=3 * DAY), ours.issue("shown", ends=4 * DAY)
+    tls = TlsSettings(
+        tls_certificate=mine.certificate,
+        tls_private_key=mine.private_key,
+        tls_client_certificate=shown.certificate,
+        tls_client_private_key=shown.private_key,
+        tls_client_ca=theirs.path,
+        tls_server_ca=ours.path,
+    )
+    names = ("tls_certificate", "tls_client_certificate", "tls_client_ca", "tls_server_ca")
+    assert expiries_s(tls) == {name: end_s(getattr(tls, name)) for name in names}
+    assert expiries_s(TlsSettings()) == {}
+
+
+def test_a_chain_expires_with_its_first_part(tmp_path: Path) -> None:
+    intermediate = CertificateAuthority(tmp_path, "intermediate", ends=5 * DAY)
+    leaf = intermediate.issue("leaf", ends=9 * DAY)
+    chain = joined(tmp_path / "chain.crt", leaf.certificate, intermediate.path)
+    tls = TlsSettings(tls_certificate=chain, tls_private_key=leaf.private_key)
+    assert expiries_s(tls) == {"tls_certificate": end_s(intermediate.path)}
+
+
+def test_authorities_expire_with_their_last(tmp_path: Path) -> None:
+    """While one is replaced by another, both are in the file."""
+    old = CertificateAuthority(tmp_path, "old", ends=2 * DAY)
+    new = CertificateAuthority(tmp_path, "new", ends=25 * DAY)
+    bundle = joined(tmp_path / "bundle.crt", new.path, old.path)
+    assert expiries_s(TlsSettings(tls_server_ca=bundle)) == {"tls_server_ca": end_s(new.path)}
+
+
+def test_a_trusted_certificate_that_is_no_authority_has_no_date(
+    authority: CertificateAuthority,
+) -> None:
+    tls = TlsSettings(tls_server_ca=authority.issue("pinned").certificate)
+    check_tls(tls)
+    assert expiries_s(tls) == {}
+
+
+def test_files_replaced_since_they_were_checked_are_an_error_that_is_caught(
+    authority: CertificateAuthority,
+) -> None:
+    with pytest.raises(OSError, match="No such file"):
+        expiries_s(no_file(authority))
+    with pytest.raises(OSError, match="SSL"):
+        expiries_s(no_certificate(authority))

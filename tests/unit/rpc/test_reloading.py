@@ -57,6 +57,16 @@ def test_half_a_renewal_leaves_the_old_with_one_warning(
     assert reloaded.current() == "22"
 
 
+def test_a_fault_is_told_while_it_lasts(pair: Pair) -> None:
+    reloaded = pair.reloaded()
+    assert reloaded.fault() == ""
+    pair.write("22", "1")
+    assert [reloaded.fault() for _ in range(2)] == ["they differ: ['1', '22']"] * 2
+    assert reloaded.current() == "1"
+    pair.write("333", "333")
+    assert (reloaded.fault(), reloaded.current()) == ("", "333")
+
+
 def test_a_file_that_vanishes_and_returns(pair: Pair, tmp_path: Path) -> None:
     def make() -> str:
         if not pair.first.exists():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -54,6 +55,12 @@ def test_what_a_process_does_with_its_files(
 ) -> None:
     tls = TlsSettings(**given)
     assert (tls.serves, tls.calls, tls.shown_pair) == (serves, calls, shown)
+
+
+def test_every_file_that_is_named_is_among_the_files() -> None:
+    named = {field.name: field.name for field in fields(TlsSettings)}
+    assert set(TlsSettings(**named).files) == set(named) - {"tls_server_name"}
+    assert TlsSettings(**PAIR).files == ("a.crt", "a.key")
 
 
 def test_clients_read_the_environment_of_services_under_their_flags() -> None:

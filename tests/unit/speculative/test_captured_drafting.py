@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvbraid.speculative import captured_drafting
 from kvbraid.speculative.drafter_config import AnyDrafterConfig
 from kvbraid.speculative.proposal import DraftSampling, Proposal
 from kvbraid.speculative.proposer import Proposer
@@ -135,19 +136,35 @@ def test_a_graph_serves_a_padded_size_and_an_exact_number_of_drafts(
     assert graphs.num_captures == len(set(graphs.replays))
 
 
+@pytest.mark.parametrize("most", [1, 16, 24, 64])
 @both_kinds
-def test_long_prompts_and_laws_are_not_captured(config: AnyDrafterConfig) -> None:
+def test_long_prompts_come_in_pieces(
+    config: AnyDrafterConfig, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a piece begins and ends within sequences."""
+    monkeypatch.setattr(captured_drafting, "MOST_CAPTURED_ROWS", most)
+    drafter, graphs = random_drafter(config), RerunGraphs()
+    proposer = captured(config, graphs)
+    poison(proposer)()
+    streams = [random_stream(str(i), 90, config.hidden_size, i) for i in range(3)]
+    tasks = [s.task(n, 3) for s, n in zip(streams, (50, 3, 29), strict=True)]
+    for stream, answer in zip(streams, proposer.step(tasks), strict=True):
+        check(answer, expected(drafter, stream, 3))
+    assert len(graphs.replays) == -(-82 // most) + 1
+
+
+@both_kinds
+def test_laws_are_not_captured(config: AnyDrafterConfig) -> None:
     graphs = RerunGraphs()
     proposer = captured(config, graphs, max_sequences=2)
     stream = random_stream("a", 90, config.hidden_size, 3)
     proposer.step([stream.task(60, 0)])
-    assert graphs.num_captures == 0
     wants = DraftSampling(0.9, 7, wants_law=True)
     (answer,) = proposer.step([stream.task(61, 3, sampling=wants)])
     assert isinstance(answer, Proposal)
     assert answer.laws is not None
     assert answer.laws.shape == (3, config.vocab_size)
-    assert graphs.replays == [0], "its row alone"
+    assert graphs.replays == [0, 1], "its rows alone"
 
 
 def test_a_sequence_above_the_longest_is_refused() -> None:

@@ -437,7 +437,20 @@ def test_where_one_text_has_stopped_drafting_the_next_is_expected_to_be_drafted_
         if not policy.is_drafting:
             break
     assert policy.break_even.reason is PlainReason.BELOW_BREAK_EVEN
-    assert policy.steps_to_probe == 0
+    assert policy.steps_to_drafts(1) == 0
+
+
+def test_drafting_of_the_last_few_says_nothing_of_a_large_batch() -> None:
+    """A batch runs down to one sequence, which is drafted for; the next batch is large again."""
+    policy, _ = measured_policy()
+    for _ in range(3):
+        for width in range(1, 5):
+            policy.costs.observe_step(64, width, 1.0 * width, has_prompt_rows=False)
+        for drafts in range(1, 4):
+            policy.costs.draft.observe(64, drafts, 0.5)
+    assert policy.is_drafting
+    assert policy.steps_to_drafts(1) == 0
+    assert 0 < policy.steps_to_drafts(64) <= 32
 
 
 def test_where_no_text_is_drafted_well_none_is_expected_to_be_before_the_probe() -> None:
@@ -446,7 +459,7 @@ def test_where_no_text_is_drafted_well_none_is_expected_to_be_before_the_probe()
     for _ in range(400):
         worker.step()
     assert not policy.is_drafting
-    num_probes, num_steps = policy.break_even.num_probes, policy.steps_to_probe
+    num_probes, num_steps = policy.break_even.num_probes, policy.steps_to_drafts(1)
     assert num_steps > 0
     while policy.break_even.num_probes == num_probes:
         worker.step()

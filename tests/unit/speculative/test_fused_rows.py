@@ -88,8 +88,9 @@ def test_wide_taps_wait_in_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> No
         rows.take(slots(4 + step), taps(step))
     assert fusion.num_fused == [10, 10, 10]
     rows.take(slots(*range(100, 111)), taps(*range(11)))
-    assert fusion.num_fused == [10, 10, 10, 10, 11], "more than may wait: fused at once"
-    assert rows.read(slots(43, 100, 110))[:, 0].tolist() == [39, 0, 10]
+    assert fusion.num_fused == [10] * 5, "more than may wait are taken in pieces"
+    assert rows.read(slots(43, 100, 109, 110))[:, 0].tolist() == [39, 0, 9, 10]
+    assert fusion.num_fused == [10] * 5 + [1]
 
 
 def test_pushed_rows_replace_those_of_a_page_s_last_owner() -> None:

@@ -34,14 +34,15 @@ from tools.metric_catalogue import DeclaredMetric, declared_metrics, registries
 UNITS = (
     "seconds", "bytes", "tokens", "pages", "requests", "sequences", "workers", "leases", "rows",
     "placements", "retries", "resyncs", "preemptions", "failures", "errors", "fallbacks", "info",
-    "up",
+    "up", "renewals",
 )  # fmt: skip
 AREAS = (
-    "rpc", "process", "coordinator", "engine", "kv", "handoff", "rank", "speculation", "draft",
+    "rpc", "tls", "process", "coordinator", "engine", "kv", "handoff", "rank", "speculation",
+    "draft",
 )  # fmt: skip
 NAME = re.compile(rf"^kvbraid_({'|'.join(AREAS)})_([a-z]+_)*({'|'.join(UNITS)})(_total)?$")
 # Bounded by what is deployed, so that no list is known.
-OPEN_LABELS = {"method", "code", "role", "version", "rank", "exchange", "layout"}
+OPEN_LABELS = {"method", "code", "role", "version", "rank", "exchange", "layout", "setting"}
 
 METRICS = declared_metrics()
 LISTED_LABELS = {label for m in METRICS for label, values in m.values.items() if values}

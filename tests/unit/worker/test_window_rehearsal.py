@@ -1,4 +1,5 @@
-"""What a worker on a GPU runs before it serves: every window at every usual batch size."""
+"""What a worker runs before it serves: a text with drafts, and on a GPU every window at every usual
+batch size."""
 
 from __future__ import annotations
 
@@ -16,17 +17,25 @@ from kvbraid.speculative.draft_plan import StepOutcome
 from kvbraid.speculative.draft_policy import DraftPolicy
 from kvbraid.speculative.fixed_policy import FixedPolicy
 from kvbraid.speculative.verify_budget import best_width
+from kvbraid.worker.drafter_check import check_drafter
 from kvbraid.worker.window_rehearsal import batch_sizes, rehearse_windows
 
 MAX_DRAFTS = 3
-# Nothing is accepted; the first step of a kind compiles.
+# The first step of a kind compiles.
 COMPILE_S, STEP_S, ROW_S, DRAFT_S = 5.0, 1.0, 0.1, 0.2
 
 
 class ScriptedWorker:
     """Runs the sequences that are open together, as an engine would."""
 
-    def __init__(self, speculation: Any, max_num_seqs: int, num_pool_tokens: int = 10_000) -> None:
+    def __init__(
+        self,
+        speculation: Any,
+        max_num_seqs: int,
+        num_pool_tokens: int = 10_000,
+        num_agreeing: int = 0,
+    ) -> None:
+        """num_agreeing: drafts of a window that come true."""
         self.identity = SimpleNamespace(
             max_num_seqs=max_num_seqs, num_pool_tokens=num_pool_tokens, max_model_len=500
         )
@@ -34,6 +43,7 @@ class ScriptedWorker:
         self.requests: list[EngineRequest] = []
         self.met: Counter[tuple[int, int]] = Counter()
         self._speculation = speculation
+        self._num_agreeing = num_agreeing
         self._num_open = 0
 
     def sampling_for(self, sampling: Any, token_ids: Any, num_prompt_tokens: int) -> Any:
@@ -66,7 +76,7 @@ class ScriptedWorker:
                 slots=list(range(size)),
                 width=width,
                 num_verified=[num_drafts] * size,
-                num_accepted=[0] * size,
+                num_accepted=[min(self._num_agreeing, num_drafts)] * size,
                 confidences=[()] * size,
                 num_asked=num_drafts,
                 num_drafting=size if num_drafts else 0,
@@ -106,6 +116,20 @@ async def test_nothing_is_learnt_of_the_drafter_itself() -> None:
     await rehearse_windows(ScriptedWorker(speculation, 2), speculation, [1])  # type: ignore[arg-type]
     assert (policy.rates.shared == rates).all()
     assert policy.break_even.credit == credit
+
+
+@pytest.mark.parametrize(("num_agreeing", "is_drafted_for"), [(0, False), (2, True)])
+async def test_the_first_client_is_drafted_for_where_the_check_was_passed(
+    num_agreeing: int, is_drafted_for: bool
+) -> None:
+    policy = adaptive()
+    speculation: Any = SimpleNamespace(policy=policy, max_draft_tokens=MAX_DRAFTS)
+    worker: Any = ScriptedWorker(speculation, 2, num_agreeing=num_agreeing)
+    await check_drafter(worker, speculation, [1])
+    await rehearse_windows(worker, speculation, [1])
+    assert speculation.policy is policy
+    assert any(policy.plan([policy.open()], [MAX_DRAFTS]).num_wanted) is is_drafted_for
+    assert bool(policy.rates.shared[0] > 0.9) is is_drafted_for
 
 
 async def test_a_fixed_policy_has_no_choice_to_rehearse() -> None:
