@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+# Before a benchmark may have given some of them to others.
+_NUM_CORES = len(os.sched_getaffinity(0))
 _PACKAGES = ("torch", "transformers", "numpy", "grpcio", "triton", "flashinfer-python")
 
 
@@ -65,7 +67,7 @@ def _machine() -> dict[str, object]:
         processor = names[0].split(":", 1)[1].strip() if names else processor
     return {
         "processor": processor,
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": _NUM_CORES,
         "gpus": _gpus(),
         "python": platform.python_version(),
         "kernel": platform.release(),

@@ -272,6 +272,9 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, action="append", help="streams at once [1 and 8]")
     parser.add_argument("--repeats", type=int, default=10, help="most pairs a case [10]")
     parser.add_argument("--max-tokens", type=int, default=96, help="tokens of a stream [96]")
+    parser.add_argument(
+        "--sample-seconds", type=float, help="least length of a plain sample [0.7 on a GPU]"
+    )
     parser.add_argument("--budget", type=float, default=1e9, help="seconds of all cases")
     parser.add_argument("--bar", type=float, help="of the first drafter, batch 1 [1.15 on a CPU]")
     parser.add_argument("--floor", type=float, help="of every drafter and batch [0.97 on a GPU]")
@@ -282,6 +285,9 @@ def _parse() -> argparse.Namespace:
 def _options(given: argparse.Namespace, adversary: Path) -> Options:
     is_gpu = given.device != "cpu"
     floor = given.floor if given.floor is not None or not is_gpu else GPU_FLOOR
+    sample_s = given.sample_seconds
+    if sample_s is None:
+        sample_s = _GPU_SAMPLE_S if is_gpu else 0.0
     drafters = list(given.drafter)
     if given.adversary:
         drafters.append(str(write_random_drafter(Path(drafters[0]), adversary)))
@@ -297,7 +303,7 @@ def _options(given: argparse.Namespace, adversary: Path) -> Options:
         max_tokens=given.max_tokens,
         bar=given.bar if given.bar is not None else (floor if is_gpu else CPU_BAR),
         floor=floor,
-        sample_s=_GPU_SAMPLE_S if is_gpu else 0.0,
+        sample_s=sample_s,
     )
 
 

@@ -7,12 +7,12 @@ this one's outcome yet.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import NamedTuple
 
+from kvbraid.engine.quiet_steps import QuietSteps, are_same
 from kvbraid.engine.sequence import Sequence
 from kvbraid.engine.speculation import SpeculationReport
 from kvbraid.speculative.break_even import PlainReason
@@ -30,14 +30,23 @@ class Asking(NamedTuple):
 
     def is_of(self, decoding: Seq[Sequence]) -> bool:
         """Whether these are the sequences, in this order."""
-        return len(decoding) == len(self.decoding) and all(
-            map(operator.is_, decoding, self.decoding)
-        )
+        return are_same(decoding, self.decoding)
 
 
 class _Executed(NamedTuple):
+    """A step that ran. began_s: when its planning did."""
+
     outcome: StepOutcome
     report: SpeculationReport
+    began_s: float
+
+    def until(self, now_s: float) -> _Executed:
+        """The next step of the same sequences begins: all that was not drafting is this step's,
+        also what was done with its tokens. A drafted step has more of that than a plain one."""
+        seconds = now_s - self.began_s - self.outcome.draft_seconds
+        if seconds <= self.outcome.step_seconds:
+            return self
+        return self._replace(outcome=replace(self.outcome, step_seconds=seconds))
 
 
 class DraftPlanning:
@@ -58,16 +67,30 @@ class DraftPlanning:
         # Quiet steps: whether this one is, how many more may be, and what ran untold.
         self._is_quiet = False
         self._num_allowed = 0
-        self._num_quiet_steps = 0
-        self._num_quiet_windows = 0
+        self._quiet = QuietSteps()
         self._asked: Asking | None = None
         self._ahead: DraftPlan | None = None
         self._executed: _Executed | None = None
 
+    def begin(self, decoding: Seq[Sequence], now_s: float) -> None:
+        """A step of these sequences begins."""
+        self._quiet.begin(decoding, now_s)
+        executed, asked = self._executed, self._asked
+        if executed is not None and asked is not None and asked.is_of(decoding):
+            self._executed = executed.until(now_s)
+
     def is_quiet(self, decoding: Seq[Sequence]) -> bool:
-        """Whether the next step, of these sequences, needs no plan and no drafts."""
+        """Whether the next step, of these sequences, needs no plan and no drafts: they are those
+        that were asked about, or it would make no difference to the policy that they are not."""
         asked = self._asked
-        self._is_quiet = self._num_allowed > 0 and asked is not None and asked.is_of(decoding)
+        self._is_quiet = (
+            bool(decoding)
+            and self._num_allowed > 0
+            and (
+                (asked is not None and asked.is_of(decoding))
+                or self.policy.stays_plain(len(decoding))
+            )
+        )
         self._num_allowed -= self._is_quiet
         return self._is_quiet
 
@@ -87,28 +110,31 @@ class DraftPlanning:
         return plan
 
     def end(self, report: SpeculationReport) -> None:
-        """Nothing decodes in the next step. report: of the plain steps before it."""
+        """Nothing decodes in the next step. report: of the plain steps before it. What the last
+        plan allows goes on: the next text may be one that need not be asked about."""
+        num_allowed = self._num_allowed
         self.settle()
         self._tell_of_quiet_steps(report)
+        self._num_allowed = num_allowed
         self._asked = self._ahead = None
         if report.plain:
             self._on_report(report)
 
     def _tell_of_quiet_steps(self, report: SpeculationReport) -> None:
         self._num_allowed = 0
-        if self._num_quiet_steps:
-            self.policy.skip(self._num_quiet_steps)
-            self._count_plain(self._num_quiet_windows, report)
-            self._num_quiet_steps = self._num_quiet_windows = 0
+        taken = self._quiet.take()
+        if taken.num_steps:
+            self.policy.skip(taken.num_steps, taken.seconds)
+            self._count_plain(taken.num_windows, report)
 
-    def quiet_step_ran(self, num_windows: int) -> None:
-        """A quiet step of so many sequences was executed."""
-        self._num_quiet_steps += 1
-        self._num_quiet_windows += num_windows
+    def quiet_step_ran(self, num_windows: int, *, has_prompt_rows: bool) -> None:
+        """A quiet step was executed, see `QuietSteps.ran`."""
+        self._quiet.ran(num_windows, has_prompt_rows=has_prompt_rows)
 
-    def ran(self, outcome: StepOutcome, report: SpeculationReport) -> None:
-        """A planned step was executed. The policy and the metrics learn of it a little later."""
-        self._executed = _Executed(outcome, report)
+    def ran(self, outcome: StepOutcome, report: SpeculationReport, began_s: float) -> None:
+        """A planned step was executed. The policy and the metrics learn of it a little later.
+        began_s: when its planning began, by the clock of `begin`."""
+        self._executed = _Executed(outcome, report, began_s)
 
     def settle(self) -> None:
         """Tell what has run: before the policy's numbers are given to others."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from kvbraid.engine.draft_drawing import DraftDrawing, WindowSampling
 from kvbraid.engine.draft_planning import Asking, DraftPlanning
 from kvbraid.engine.draft_tasks import Wanted, draft_tasks
-from kvbraid.engine.sequence import Sequence, SequenceKey
+from kvbraid.engine.sequence import EngineRequest, Sequence, SequenceKey
 from kvbraid.engine.speculation import SpeculationReport, VerifiedWindow
 from kvbraid.engine.step_plan import StepPlan
 from kvbraid.kv.slots import slots_between
@@ -133,6 +133,9 @@ class DraftedDecoding:
             self._receiving[told.key] = sequence
         return grant
 
+    def queued(self, request: EngineRequest) -> None:
+        """See Speculation: nothing yet."""
+
     def _may_meet_drafts(self, sequence: Sequence) -> bool:
         num_steps = self.policy.steps_to_drafts(len(self._told) + 1)
         if num_steps == 0:
@@ -155,6 +158,7 @@ class DraftedDecoding:
         began = time.monotonic()
         self._drafting.take_rows()
         decoding = [s for s in active if s.can_decode]
+        self._planning.begin(decoding, began)
         if self._planning.is_quiet(decoding):
             self._round = None
             return
@@ -206,7 +210,8 @@ class DraftedDecoding:
         if not plan.decodes:
             return
         if asked is None:
-            self._planning.quiet_step_ran(len(plan.decodes))
+            has_prompt_rows = bool(plan.extends)
+            self._planning.quiet_step_ran(len(plan.decodes), has_prompt_rows=has_prompt_rows)
             return
         told = [asked.told[d.slot] for d in plan.decodes]
         num_accepted = [max(0, len(tokens.get(d.slot, ())) - 1) for d in plan.decodes]
@@ -235,7 +240,7 @@ class DraftedDecoding:
         ]
         self._report.tap_s = self._rows.take_tap_seconds()
         self._report.draft_s, self._report.verify_s = asked.draft_s, seconds
-        self._planning.ran(outcome, self._report)
+        self._planning.ran(outcome, self._report, asked.began_s)
 
     def meanwhile(self) -> None:
         """See Speculation."""

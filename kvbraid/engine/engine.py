@@ -308,6 +308,8 @@ class Engine:
             self._scheduler.submit(request)
         except KVBraidError as error:
             self._news.tell(RequestFailed(request.key, error))
+            return
+        self._speculation.queued(request)
 
     def _start_received(self, key: SequenceKey, transfer_id: bytes, token_id: int) -> None:
         sequence = self._scheduler.find(key)

@@ -13,11 +13,14 @@ from typing import Protocol
 
 from torch import Tensor
 
-from kvbraid.engine.sequence import Sequence, SequenceKey
+from kvbraid.engine.sequence import EngineRequest, Sequence, SequenceKey
 from kvbraid.engine.step_plan import StepPlan
 from kvbraid.kv.slots import slots_between
 from kvbraid.speculative.fused_rows import FusedRows
 from kvbraid.transport.draft_grant import DraftGrant
+
+# After so many prompts that nobody drafts for, rows are no longer kept for the prefix cache.
+_NUM_REMEMBERED = 64
 
 
 class RowOutlet(Protocol):
@@ -55,13 +58,28 @@ class _Pushed:
 
 
 class PromptRows:
-    """`kvbraid.engine.speculation.Speculation` of a prefill worker."""
+    """`kvbraid.engine.speculation.Speculation` of a prefill worker.
+
+    Rows are kept while some of the last prompts were to be drafted for. Where drafting has not paid
+    for longer, pages enter the prefix cache without theirs: what is found there later starts cold.
+    """
 
     def __init__(self, outlet: RowOutlet, rows: FusedRows, *, logical_page_size: int) -> None:
         self._outlet = outlet
         self._rows = rows
         self._page_size = logical_page_size
         self._pushed: dict[SequenceKey, _Pushed] = {}
+        # Prompts that are to be pushed and have not ended, and how many others came since the last.
+        self._granted: set[SequenceKey] = set()
+        self._num_others = 0
+
+    def queued(self, request: EngineRequest) -> None:
+        """See Speculation. Whether its rows will be wanted is known before they are computed."""
+        self._num_others += 1
+        if request.destination is not None and request.destination.draft is not None:
+            self._granted.add(request.key)
+            self._num_others = 0
+        self._rows.is_wanted = bool(self._granted) or self._num_others < _NUM_REMEMBERED
 
     def open_grant(self, sequence: Sequence) -> DraftGrant | None:
         """See Speculation: a prefill worker takes no rows of others."""
@@ -82,6 +100,7 @@ class PromptRows:
 
     def drop(self, sequence: Sequence) -> None:
         """See Speculation. What is pushed already arrives; an unfinished prompt is given up."""
+        self._granted.discard(sequence.request.key)
         pushed = self._pushed.pop(sequence.request.key, None)
         if pushed is not None:
             self._outlet.cancel(pushed.grant.transfer_id)

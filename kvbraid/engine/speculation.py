@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from kvbraid.engine.sequence import Sequence
+from kvbraid.engine.sequence import EngineRequest, Sequence
 from kvbraid.engine.step_plan import StepPlan
 from kvbraid.transport.draft_grant import DraftGrant
 
@@ -40,6 +40,10 @@ class Speculation(Protocol):
         """Where another worker, which computes the prompt, pushes its rows; None: nowhere."""
         ...
 
+    def queued(self, request: EngineRequest) -> None:
+        """A request was accepted; its first step may be the next one."""
+        ...
+
     def draft(self, active: Seq[Sequence]) -> None:
         """Put drafts on the sequences that decode in the next step."""
         ...
@@ -64,6 +68,9 @@ class PlainDecoding:
     def open_grant(self, sequence: Sequence) -> DraftGrant | None:
         """Nowhere."""
         return None
+
+    def queued(self, request: EngineRequest) -> None:
+        """Nothing."""
 
     def draft(self, active: Seq[Sequence]) -> None:
         """Nothing."""

@@ -6,11 +6,12 @@ same number of sequences. A step that drafted for B sequences and emitted n toke
     n / B - (draft seconds + step seconds) / plain seconds
 
 which is negative when it was slower than plain decoding. Whatever estimates say, drafting needs a
-positive balance, and a probe one that covers its price. The balance starts at INITIAL_CREDIT and
-grows by ALLOWANCE a plain step's worth of tokens, so after T of those all that was ever lost,
-learning and probing included, is at most INITIAL_CREDIT + ALLOWANCE * T and one step's overshoot:
-below 1.5% from some 300 steps on, whatever the drafter does. What was earned is kept up to a limit
-only, so that old gains do not pay for long for a drafter that has turned bad.
+positive balance, and a probe one that covers its price. The balance starts at INITIAL_CREDIT, or
+TRUSTED_CREDIT, and grows by ALLOWANCE a plain step's worth of tokens, so after T of those all that
+was ever lost, learning and probing included, is at most that start + ALLOWANCE * T and one step's
+overshoot: below 1.6%, or 2%, from some 300, or 600, steps on, whatever the drafter does. What was
+earned is kept up to a limit only, so that old gains do not pay for long for a drafter that has
+turned bad.
 
 Deterministic: no clock and no random number is read here.
 """
@@ -28,7 +29,10 @@ IntArray = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
 
 INITIAL_CREDIT = 3.0
-ALLOWANCE = 0.005
+# Of a drafter that was found good before anybody was served: one text that it drafts badly must not
+# silence it for the hundreds of steps that earn a probe.
+TRUSTED_CREDIT = 8.0
+ALLOWANCE = 0.006
 _MAX_CREDIT = 16.0
 # No single step is charged more than this.
 _MAX_CHARGE = 4.0
@@ -79,6 +83,11 @@ class BreakEven:
         self._probe_floor = 0.0
         self._interval = _FIRST_INTERVAL // 2
         self._steps = 0  # since the last stop or resumption
+
+    def trust(self, gain: float) -> None:
+        """Nothing has been drafted for anybody yet; gain: as of `decide`, expected from a trial."""
+        if gain > _RESUME_GAIN:
+            self.credit = TRUSTED_CREDIT
 
     def steps_to_probe(self, price: float) -> int:
         """Plain steps until a probe of this price (see `decide`) is due; 0 while probing, and

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,8 +13,9 @@ from kvbraid.speculative.break_even import PlainReason
 class DraftPlan:
     """num_wanted: drafts to ask for, one number a sequence. width: of the verify window they are
     meant for. is_trial: the window is run at that width to learn, whatever is expected of it.
-    reason: why nothing is asked for. num_same: so many steps more of the same sequences may do
-    without drafts before the policy is asked again; it is told how many did by `Policy.skip`."""
+    reason: why nothing is asked for. num_same: so many steps more of the same sequences, or of such
+    as `Policy.stays_plain` says, may do without drafts before the policy is asked again; it is told
+    how many did by `Policy.skip`."""
 
     num_wanted: tuple[int, ...]
     width: int
@@ -29,7 +30,8 @@ class StepOutcome:
     num_accepted: drafts of each sequence in the window, and those accepted. confidences: of its
     drafts, empty where the drafter gave none. num_asked: most drafts asked of one sequence, 0 if
     none. num_drafting: sequences that drafts were asked for. draft_seconds: what asking took, 0 if
-    nothing was asked. step_seconds: the rest of the step. has_prompt_rows: the step also computed
+    nothing was asked. step_seconds: the rest of the step, up to the next one's beginning where that
+    is of the same sequences. has_prompt_rows: the step also computed
     prompts, so that its time says nothing."""
 
     slots: Sequence[int]
@@ -50,6 +52,10 @@ class Policy(Protocol):
     def steps_to_drafts(self, num_sequences: int) -> int:
         """Steps in which no drafts will be asked for; 0 where they may be soon, were there so many
         sequences and all of them new."""
+        ...
+
+    def stays_plain(self, num_sequences: int) -> bool:
+        """Whether what the last plan allows goes for a step of so many sequences, whichever."""
         ...
 
     def open(self) -> int:
@@ -81,7 +87,7 @@ class Policy(Protocol):
         """Learn from an executed step."""
         ...
 
-    def skip(self, num_steps: int) -> None:
+    def skip(self, num_steps: int, seconds: Mapping[int, Sequence[float]]) -> None:
         """So many plain steps were run without asking, after the last plan and within what it
-        allowed."""
+        allowed. seconds: of those whose time says something, by the number of their sequences."""
         ...

@@ -8,8 +8,10 @@ is told afterwards, by `skip`.
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -29,6 +31,8 @@ BoolArray = NDArray[np.bool_]
 
 # A plain step's price is refreshed after so many steps of its batch size with drafts.
 _REFRESH_STEPS = 256
+# The steps that measure it: those after the one that is planned.
+_NUM_MEASURED = 3
 # While off and with the same sequences, estimates are looked at again this often: the less so the
 # further away the next probe is.
 _REVIEW_STEPS = 16
@@ -74,6 +78,8 @@ class DraftPolicy:
         self._drafts_in_blocks = drafts_in_blocks
         self._last_reason = PlainReason.MEASURING
         self._may_probe = True
+        # Whether new sequences would be drafted for, by their number: until the next plan.
+        self._paying: dict[int, bool] = {}
         self._probe_price = 0.0
 
     @property
@@ -89,6 +95,13 @@ class DraftPolicy:
 
     def _steps_to_probe(self) -> int:
         return self.break_even.steps_to_probe(self._probe_price) if self._may_probe else _NO_PROBE
+
+    def stays_plain(self, num_sequences: int) -> bool:
+        """See Policy: while it is off, and so many new sequences would not turn it on."""
+        if self.is_drafting or self.break_even.is_probing:
+            return False
+        has_lost = self.break_even.reason is PlainReason.OVERSPENT
+        return has_lost or not self._pays(num_sequences)
 
     def open(self) -> int:
         """A slot for a new sequence."""
@@ -107,12 +120,13 @@ class DraftPolicy:
         and what the client allows; 0 for none.
         """
         size = len(slots)
+        self._paying.clear()
         if not any(limits):
             # They only shrink.
             return self._plain(size, PlainReason.NOT_ALLOWED, num_same=_REVIEW_STEPS - 1)
         plain_seconds = self.costs.plain_seconds(size)
         if plain_seconds is None or self.costs.steps_since_plain(size) >= _REFRESH_STEPS:
-            return self._plain(size, PlainReason.MEASURING)
+            return self._plain(size, PlainReason.MEASURING, num_same=_NUM_MEASURED)
         return self._estimate(np.array(slots), np.minimum(limits, self.max_draft_tokens))
 
     def width(
@@ -149,17 +163,30 @@ class DraftPolicy:
     def record(self, outcome: StepOutcome) -> None:
         """Learns from an executed step."""
         cost = self._cost(outcome)
-        self.observe_seconds(outcome)
+        self._paying.clear()
+        is_plain = outcome.width == 1 and outcome.num_asked == 0
+        if not is_plain or self._last_reason is PlainReason.MEASURING:
+            self.observe_seconds(outcome)
         if outcome.width > 1:
             self._learn(outcome)
         if cost is not None:
             size = len(outcome.slots)
             self.break_even.record(size + sum(outcome.num_accepted), size, cost)
 
-    def skip(self, num_steps: int) -> None:
+    def skip(self, num_steps: int, seconds: Mapping[int, Sequence[float]]) -> None:
         """See Policy."""
+        for size, found in seconds.items():
+            typical = max(statistics.median(found), _CLOCK_TICK)
+            for _ in found[:_NUM_MEASURED]:
+                self.costs.observe_step(size, 1, typical, has_prompt_rows=False)
+        self._paying.clear()
         self.plain_steps[self._last_reason] += num_steps
         self.break_even.skip(num_steps)
+
+    def begin_serving(self) -> None:
+        """What was learnt so far was learnt before anybody is served."""
+        if self.costs.plain_seconds(1) is not None:
+            self.break_even.trust(self._gain_of_new(1))
 
     def observe_acceptance(self, outcome: StepOutcome) -> None:
         """Learns which drafts of an executed step were accepted, as of sequences that are not in
@@ -257,11 +284,17 @@ class DraftPolicy:
 
     def _pays(self, size: int) -> bool:
         """Whether so many new sequences would be drafted for; True where nothing is known."""
+        pays = self._paying.get(size)
+        if pays is None:
+            pays = self._paying[size] = self._gain_of_new(size) > 1.0
+        return pays
+
+    def _gain_of_new(self, size: int) -> float:
         if self.costs.plain_seconds(size) is None:
-            return True
+            return math.inf
         likely, _ = self._seconds(size)
         rates = np.broadcast_to(self.rates.shared, (size, self.max_draft_tokens))
-        return self._choose(rates, likely).gain > 1.0
+        return self._choose(rates, likely).gain
 
     def _steps_without_review(self) -> int:
         if self.break_even.is_probing:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from kvbraid.speculative.draft_policy import DraftPlan, StepOutcome
 
@@ -25,6 +25,10 @@ class FixedPolicy:
     def steps_to_drafts(self, num_sequences: int) -> int:
         """See Policy: none."""
         return 0
+
+    def stays_plain(self, num_sequences: int) -> bool:
+        """See Policy: never."""
+        return False
 
     def open(self) -> int:
         """A number for a new sequence."""
@@ -56,5 +60,5 @@ class FixedPolicy:
         """See Policy: it is told to `observe`."""
         self._observe(outcome)
 
-    def skip(self, num_steps: int) -> None:
+    def skip(self, num_steps: int, seconds: Mapping[int, Sequence[float]]) -> None:
         """Its plans allow none."""

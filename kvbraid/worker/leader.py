@@ -20,6 +20,7 @@ from kvbraid.rpc.lifecycle import run_until_signal
 from kvbraid.rpc.ready import write_ready
 from kvbraid.rpc.server import RpcServer
 from kvbraid.settled_heap import settle_heap
+from kvbraid.speculative.draft_policy import DraftPolicy
 from kvbraid.telemetry.endpoint import MetricsEndpoint
 from kvbraid.telemetry.loop_lag import sample_loop_lag
 from kvbraid.tokenizer import load_tokenizer
@@ -116,9 +117,11 @@ async def _prepare_drafting(rank: Rank, worker: Worker, speculation: DraftedDeco
     await check_drafter(worker, speculation, prompt)
     if rank.built.device.type != "cpu":
         await rehearse_windows(worker, speculation, prompt)
-        return
-    limit_s = rank.settings.speculative.draft_profile_seconds
-    await profile_costs(worker, speculation, prompt, limit_s=limit_s)
+    else:
+        limit_s = rank.settings.speculative.draft_profile_seconds
+        await profile_costs(worker, speculation, prompt, limit_s=limit_s)
+    if isinstance(speculation.policy, DraftPolicy):
+        speculation.policy.begin_serving()
 
 
 def _engine_and_worker(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from typing import cast
 
 import pytest
@@ -15,15 +17,21 @@ from kvbraid.speculative.draft_plan import DraftPlan, StepOutcome
 from kvbraid.speculative.fixed_policy import FixedPolicy
 
 REPORT = SpeculationReport()
+BEGAN_S = 100.0
 
 
 class Listening(FixedPolicy):
     """Writes down what it is asked and told."""
 
-    def __init__(self, num_same: int = 0) -> None:
+    def __init__(self, num_same: int = 0, most_plain: int = 0) -> None:
+        """most_plain: batches of up to so many stay plain."""
         super().__init__(4)
         self.heard: list[object] = []
         self.num_same = num_same
+        self.most_plain = most_plain
+
+    def stays_plain(self, num_sequences: int) -> bool:
+        return num_sequences <= self.most_plain
 
     def plan(self, slots: Seq[int], limits: Seq[int]) -> DraftPlan:
         self.heard.append(("plan", *slots, *limits))
@@ -36,7 +44,7 @@ class Listening(FixedPolicy):
     def record(self, outcome: StepOutcome) -> None:
         self.heard.append(("record", *outcome.slots))
 
-    def skip(self, num_steps: int) -> None:
+    def skip(self, num_steps: int, seconds: Mapping[int, Seq[float]]) -> None:
         self.heard.append(("skip", num_steps))
 
 
@@ -80,7 +88,7 @@ def test_books_are_kept_and_the_next_plan_is_made_while_a_step_runs() -> None:
     planning, reports = planning_of(policy)
     ticket = Ticket(limit=9)
     planning.plan(asking(ticket), REPORT)
-    planning.ran(outcome(0), REPORT)
+    planning.ran(outcome(0), REPORT, BEGAN_S)
     assert (policy.heard, reports) == ([("plan", 0, 9)], [])
     planning.meanwhile()
     assert policy.heard[1:] == [("record", 0), ("plan", 0, 9)]
@@ -104,7 +112,7 @@ def test_other_sequences_are_planned_for_after_the_books_are_kept() -> None:
     old, new = Ticket(limit=9), Ticket(limit=8)
     planning.plan(asking(old), REPORT)
     planning.meanwhile()
-    planning.ran(outcome(0), REPORT)
+    planning.ran(outcome(0), REPORT, BEGAN_S)
     planning.plan(asking(old, new), REPORT)
     assert policy.heard[2:] == [("record", 0), ("plan", 0, 1, 9, 8)]
 
@@ -115,22 +123,66 @@ def test_quiet_steps_are_told_together_after_the_step_before_them(num_quiet: int
     planning, reports = planning_of(policy)
     ticket, report = Ticket(limit=9), SpeculationReport()
     planning.plan(asking(ticket), SpeculationReport())
-    planning.ran(outcome(0), REPORT)
+    planning.ran(outcome(0), REPORT, BEGAN_S)
     for _ in range(num_quiet):
         assert planning.is_quiet(asking(ticket).decoding)
         planning.meanwhile()
-        planning.quiet_step_ran(1)
+        planning.quiet_step_ran(1, has_prompt_rows=False)
     planning.end(report)
     assert policy.heard == [("plan", 0, 9), ("record", 0), ("skip", num_quiet)]
     assert reports == [REPORT, report]
     assert report.plain["not_worthwhile"] == num_quiet
 
 
+@pytest.mark.parametrize(
+    ("now_s", "is_same", "seconds"),
+    [(BEGAN_S + 4.5, True, 4.0), (BEGAN_S + 4.5, False, 1.0), (BEGAN_S + 1.2, True, 1.0)],
+)
+def test_a_step_lasts_until_the_next_one_of_its_sequences(
+    now_s: float, is_same: bool, seconds: float
+) -> None:
+    """What is done with its tokens is its own: plain and drafted steps are compared by it."""
+    told: list[StepOutcome] = []
+    planning, _ = planning_of(Listening())
+    planning.policy.record = told.append  # type: ignore[method-assign]
+    ticket, other = Ticket(limit=9), Ticket(limit=9)
+    planning.plan(asking(ticket), REPORT)
+    planning.ran(replace(outcome(0), draft_seconds=0.5), REPORT, BEGAN_S)
+    planning.begin(asking(*([ticket] if is_same else [ticket, other])).decoding, now_s)
+    planning.meanwhile()
+    assert [one.step_seconds for one in told] == [seconds]
+
+
+def test_sequences_that_come_and_go_need_no_plan_where_all_stays_plain() -> None:
+    policy = Listening(num_same=5, most_plain=2)
+    planning, _ = planning_of(policy)
+    first, second, third = Ticket(limit=9), Ticket(limit=9), Ticket(limit=9)
+    planning.plan(asking(first), REPORT)
+    assert planning.is_quiet(asking(first, second).decoding)
+    assert planning.is_quiet(asking(second).decoding)
+    assert not planning.is_quiet(asking(first, second, third).decoding), "so many may draft"
+    assert not planning.is_quiet([]), "nothing runs: what ran is to be told"
+    for _ in range(3):
+        assert planning.is_quiet(asking(second, third).decoding)
+    assert not planning.is_quiet(asking(second, third).decoding), "five in all"
+
+
+@pytest.mark.parametrize("most_plain", [0, 1])
+def test_what_is_allowed_outlasts_a_pause(most_plain: int) -> None:
+    policy = Listening(num_same=3, most_plain=most_plain)
+    planning, _ = planning_of(policy)
+    planning.plan(asking(Ticket(limit=9)), REPORT)
+    for _ in range(5):
+        planning.end(SpeculationReport())
+    quiet = [planning.is_quiet(asking(Ticket(limit=9)).decoding) for _ in range(4)]
+    assert quiet == [bool(most_plain)] * 3 + [False]
+
+
 def test_a_policy_is_not_told_of_steps_that_another_one_planned() -> None:
     first, second = Listening(), Listening()
     planning, _ = planning_of(first)
     planning.plan(asking(Ticket(limit=9)), REPORT)
-    planning.ran(outcome(0), REPORT)
+    planning.ran(outcome(0), REPORT, BEGAN_S)
     planning.settle()
     planning.policy = second
     planning.end(SpeculationReport())

@@ -87,6 +87,7 @@ class Worker:
         self.shows_outliers = shows_outliers
         self.num_started = 0
         self.num_same = self.num_skipped = 0
+        self.skipped_seconds: list[float] = []
         self.slots: list[int] = []
         self.done: list[int] = []
         self.qualities: list[Quality] = []
@@ -108,14 +109,17 @@ class Worker:
 
     def step(self) -> None:
         if self.num_same == 0:
-            self.policy.skip(self.num_skipped)
-            self.num_skipped = 0
+            if self.num_skipped:
+                self.policy.skip(self.num_skipped, {len(self.slots): self.skipped_seconds})
+            self.num_skipped, self.skipped_seconds = 0, []
             self._asked_step()
             return
         self.num_same -= 1
         self.num_skipped += 1
         batch = len(self.slots)
-        self._account(self.machine.step(batch, 1), batch, batch, 1, 0)
+        seconds = self.machine.step(batch, 1)
+        self.skipped_seconds.append(self._measured(seconds))
+        self._account(seconds, batch, batch, 1, 0)
         self._advance([0] * batch)
 
     def _asked_step(self) -> None:

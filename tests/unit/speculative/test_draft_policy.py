@@ -7,12 +7,13 @@ included, without a start-up profile.
 from __future__ import annotations
 
 import statistics
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbraid.speculative.break_even import PlainReason
+from kvbraid.speculative.break_even import INITIAL_CREDIT, PlainReason
 from kvbraid.speculative.draft_plan import DraftPlan, StepOutcome
 from kvbraid.speculative.draft_policy import DraftPolicy
 from kvbraid.speculative.verify_budget import WidthRule, best_width, causal_width
@@ -59,11 +60,13 @@ def simulate(
     return worker.run, policy
 
 
-def mean_speed(machine: str, quality: list[Quality], batch: int, **options: object) -> float:
+def mean_speed(
+    machine: str, quality: list[Quality], batch: int, num_seeds: int = 2, **options: object
+) -> float:
     arguments = {"plain_steps": 500, **options}
     return statistics.mean(
         simulate(MACHINES[machine], quality, batch=batch, seed=seed, **arguments)[0].speed  # type: ignore[arg-type]
-        for seed in range(2)
+        for seed in range(num_seeds)
     )
 
 
@@ -107,7 +110,7 @@ def test_a_good_drafter_is_used_nearly_as_well_as_by_the_best_fixed_width(
         drafts = MAX_DRAFTS if has_confidences else width - 1
         seconds = costs.step(batch, width) + costs.draft(batch, drafts)
         best = max(best, tokens / seconds * costs.step(batch, 1))
-    speed = mean_speed(machine, [always(chance)], batch, has_confidences=has_confidences)
+    speed = mean_speed(machine, [always(chance)], batch, 8, has_confidences=has_confidences)
     assert speed >= max(FLOOR, 1.0 + 0.75 * (best - 1.0) - 0.06)
 
 
@@ -232,7 +235,7 @@ def test_a_plain_steps_price_is_measured_before_anything_is_drafted() -> None:
     slot = policy.open()
     for _ in range(3):
         plan = policy.plan([slot], [3])
-        assert plan == DraftPlan((0,), 1, reason=PlainReason.MEASURING)
+        assert plan == DraftPlan((0,), 1, reason=PlainReason.MEASURING, num_same=3)
         policy.costs.observe_step(1, 1, 1.0, has_prompt_rows=False)
     assert policy.plan([slot], [3]).num_wanted != (0,)
     assert policy.plain_steps == {PlainReason.MEASURING: 3}
@@ -308,6 +311,28 @@ def test_steps_with_prompt_rows_teach_acceptance_but_no_price() -> None:
     assert policy.break_even.credit == credit
     assert policy.costs.step.num_observed(1, 4) == before
     assert policy.rates.shared[0] < 0.75
+
+
+def test_nothing_is_trusted_that_was_not_measured() -> None:
+    policy = DraftPolicy(3, width_rule=best_width, drafts_in_blocks=False)
+    policy.begin_serving()
+    assert policy.break_even.credit == INITIAL_CREDIT
+
+
+def test_what_a_plain_step_costs_is_what_it_costs_without_a_plan() -> None:
+    """A planned step has its books to keep: were that the price, drafting would be measured
+    against it, and pay by a tenth more than it does."""
+    policy, slots = measured_policy()
+    plain = outcome(slots, width=1, num_verified=[0], num_asked=0, num_drafting=0)
+    for _ in range(100):
+        policy.observe_acceptance(outcome(slots))
+    assert policy.plan(slots, [3]).reason is PlainReason.BELOW_BREAK_EVEN
+    for _ in range(20):
+        policy.record(replace(plain, draft_seconds=0.0, step_seconds=1.3))
+    assert policy.costs.plain_seconds(1) == 1.0
+    for _ in range(8):
+        policy.skip(4, {1: [0.8, 0.8, 9.0, 0.8]})
+    assert policy.costs.plain_seconds(1) == 0.8
 
 
 def test_a_pause_of_the_machine_is_not_held_against_drafting() -> None:
@@ -425,19 +450,17 @@ def worker_of(policy: DraftPolicy, quality: list[float], num_tokens: int) -> Wor
 
 
 def test_where_one_text_has_stopped_drafting_the_next_is_expected_to_be_drafted_for() -> None:
-    policy = DraftPolicy(MAX_DRAFTS, width_rule=best_width, drafts_in_blocks=False)
-    quality = [0.95]
-    worker = worker_of(policy, quality, num_tokens=3000)
-    for _ in range(200):
-        worker.step()
-    assert policy.is_drafting
-    quality[0] = 0.6
-    for _ in range(200):
-        worker.step()
-        if not policy.is_drafting:
+    policy, slots = measured_policy()
+    for _ in range(100):
+        policy.plan(slots, [3])
+        policy.record(outcome(slots, num_accepted=[3]))
+    for _ in range(100):
+        if policy.plan(slots, [3]).reason is not None:
             break
+        policy.record(outcome(slots, num_accepted=[0]))
     assert policy.break_even.reason is PlainReason.BELOW_BREAK_EVEN
     assert policy.steps_to_drafts(1) == 0
+    assert not policy.stays_plain(1)
 
 
 def test_drafting_of_the_last_few_says_nothing_of_a_large_batch() -> None:
@@ -449,8 +472,27 @@ def test_drafting_of_the_last_few_says_nothing_of_a_large_batch() -> None:
         for drafts in range(1, 4):
             policy.costs.draft.observe(64, drafts, 0.5)
     assert policy.is_drafting
+    assert not policy.stays_plain(64), "it is to be asked first"
     assert policy.steps_to_drafts(1) == 0
     assert 0 < policy.steps_to_drafts(64) <= 32
+
+
+def test_off_it_need_not_be_asked_about_batches_that_would_not_be_drafted_for() -> None:
+    policy, slots = measured_policy()
+    for _ in range(3):
+        policy.costs.observe_step(8, 1, 1.0, has_prompt_rows=False)
+        policy.costs.observe_step(8, 4, 9.0, has_prompt_rows=False)
+    for _ in range(200):
+        policy.record(outcome(slots))
+    assert policy.plan(slots, [3]).reason is PlainReason.BELOW_BREAK_EVEN
+    assert policy.stays_plain(1)
+    assert policy.stays_plain(8)
+    for _ in range(300):
+        policy.observe_acceptance(outcome(slots, num_accepted=[3]))
+    assert policy.stays_plain(1), "what was found out is good until it is asked again"
+    policy.plan(slots, [0])
+    assert not policy.stays_plain(1), "a new text would be drafted for"
+    assert policy.stays_plain(8)
 
 
 def test_where_no_text_is_drafted_well_none_is_expected_to_be_before_the_probe() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from kvbraid.engine.sequence import EngineRequest
+from kvbraid.speculative.break_even import INITIAL_CREDIT, TRUSTED_CREDIT
 from kvbraid.speculative.draft_plan import StepOutcome
 from kvbraid.speculative.draft_policy import DraftPolicy
 from kvbraid.speculative.fixed_policy import FixedPolicy
@@ -128,6 +129,8 @@ async def test_the_first_client_is_drafted_for_where_the_check_was_passed(
     await check_drafter(worker, speculation, [1])
     await rehearse_windows(worker, speculation, [1])
     assert speculation.policy is policy
+    policy.begin_serving()
+    assert policy.break_even.credit == (TRUSTED_CREDIT if is_drafted_for else INITIAL_CREDIT)
     assert any(policy.plan([policy.open()], [MAX_DRAFTS]).num_wanted) is is_drafted_for
     assert bool(policy.rates.shared[0] > 0.9) is is_drafted_for
 
