@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,9 @@ from kvbraid.rpc.tls import Caller
 from kvbraid.settings import tls_from_environment
 
 _START_S = 300.0
+# Which of three parts of the cores a role's processes share.
+_PLACES = {"decode": 0, "prefill": 1, "draft": 1, "coordinator": 2}
+_FEWEST_CORES = 12
 
 
 def open_channel(target: str) -> grpc.aio.Channel:
@@ -29,6 +33,7 @@ class Clusters:
         self._stack = ExitStack()
         self._pool = ThreadPoolExecutor()
         self._clusters: list[LocalCluster] = []
+        self._cores = sorted(os.sched_getaffinity(0))
 
     def __enter__(self) -> Clusters:
         return self
@@ -36,6 +41,7 @@ class Clusters:
     def __exit__(self, *error: object) -> None:
         self._stack.close()
         self._pool.shutdown()
+        _pin(os.getpid(), self._cores)
 
     def start(self, specs: Mapping[str, ClusterSpec]) -> dict[str, str]:
         """Start all at once; coordinators' gRPC addresses by name."""
@@ -53,11 +59,10 @@ class Clusters:
         two alike ones, left alone, differed by 8% for as long as they ran. Nothing is done where
         there are fewer cores than a few for each.
         """
-        cores = sorted(os.sched_getaffinity(0))
-        if len(cores) < _FEWEST_CORES:
+        if len(self._cores) < _FEWEST_CORES:
             return
-        quarter = len(cores) // 4
-        own, shared = cores[:quarter], cores[quarter:]
+        quarter = len(self._cores) // 4
+        own, shared = self._cores[:quarter], self._cores[quarter:]
         for cluster in self._clusters:
             for name, child in cluster.children.items():
                 place = _PLACES[name.split("-")[0]]
@@ -65,11 +70,8 @@ class Clusters:
         _pin(os.getpid(), own)
 
 
-_FEWEST_CORES = 12
-_PLACES = {"decode": 0, "prefill": 1, "draft": 1, "coordinator": 2}
-
-
 def _pin(pid: int, cores: list[int]) -> None:
     """All threads of a process; those that it starts later inherit it."""
     for thread in os.listdir(f"/proc/{pid}/task"):
-        os.sched_setaffinity(int(thread), cores)
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            os.sched_setaffinity(int(thread), cores)

@@ -12,8 +12,6 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-# Before a benchmark may have given some of them to others.
-_NUM_CORES = len(os.sched_getaffinity(0))
 _PACKAGES = ("torch", "transformers", "numpy", "grpcio", "triton", "flashinfer-python")
 
 
@@ -67,7 +65,7 @@ def _machine() -> dict[str, object]:
         processor = names[0].split(":", 1)[1].strip() if names else processor
     return {
         "processor": processor,
-        "cores": _NUM_CORES,
+        "cores": os.cpu_count(),
         "gpus": _gpus(),
         "python": platform.python_version(),
         "kernel": platform.release(),

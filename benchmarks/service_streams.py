@@ -25,7 +25,8 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Streams that ran together, and the seconds from the first request to the last token."""
+    """Streams that ran together, or in groups one after the other, and the seconds from the first
+    request of a group to its last token, all groups together."""
 
     streams: tuple[Stream, ...]
     seconds: float

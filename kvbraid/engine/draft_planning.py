@@ -72,6 +72,11 @@ class DraftPlanning:
         self._ahead: DraftPlan | None = None
         self._executed: _Executed | None = None
 
+    def change_policy(self, policy: Policy) -> None:
+        """Tell the old one of what has run; the new one begins with nothing allowed."""
+        self.end(SpeculationReport())
+        self.policy, self._num_allowed = policy, 0
+
     def begin(self, decoding: Seq[Sequence], now_s: float) -> None:
         """A step of these sequences begins."""
         self._quiet.begin(decoding, now_s)

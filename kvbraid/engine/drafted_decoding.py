@@ -23,16 +23,15 @@ from kvbraid.engine.speculation import SpeculationReport, VerifiedWindow
 from kvbraid.engine.step_plan import StepPlan
 from kvbraid.kv.slots import slots_between
 from kvbraid.speculative.acceptance import usable_drafts
-from kvbraid.speculative.draft_plan import DraftPlan, Policy, StepOutcome
+from kvbraid.speculative.break_even import PlainReason
+from kvbraid.speculative.draft_plan import STEPS_BEFORE_PROBE, DraftPlan, Policy, StepOutcome
 from kvbraid.speculative.drafting import Drafting
 from kvbraid.speculative.fused_rows import FusedRows
 from kvbraid.speculative.proposal import DraftTask, Proposal, Resync
 from kvbraid.transport.draft_grant import DraftGrant
 
-# While drafting does not pay, rows are kept from so many steps before a probe on only, and those
-# of prompts for so many sequences, which the probe finds warm; the rest starts cold, should
-# drafting pay again.
-_STEPS_BEFORE_PROBE = 64
+# While drafting does not pay, rows of prompts are taken for so many sequences, which a probe finds
+# warm; the rest starts cold, should drafting pay again.
 _NUM_FOR_PROBES = 4
 
 
@@ -78,6 +77,7 @@ class _Round:
     num_asked: int = 0
     num_drafting: int = 0
     draft_s: float = 0.0
+    reason: PlainReason | None = None
 
 
 class DraftedDecoding:
@@ -104,6 +104,8 @@ class DraftedDecoding:
         self._max_model_len = max_model_len
         self._told: dict[SequenceKey, _Told] = {}
         self._receiving: dict[str, Sequence] = {}
+        # Of the last step: those in quiet steps are not told of.
+        self._num_active = 0
         self._round: _Round | None = None
         self._report = SpeculationReport()
 
@@ -114,8 +116,7 @@ class DraftedDecoding:
 
     @policy.setter
     def policy(self, policy: Policy) -> None:
-        self._planning.settle()
-        self._planning.policy = policy
+        self._planning.change_policy(policy)
 
     @property
     def max_draft_tokens(self) -> int:
@@ -137,10 +138,10 @@ class DraftedDecoding:
         """See Speculation: nothing yet."""
 
     def _may_meet_drafts(self, sequence: Sequence) -> bool:
-        num_steps = self.policy.steps_to_drafts(len(self._told) + 1)
+        num_steps = self.policy.steps_to_drafts(max(self._num_active, len(self._told) + 1))
         if num_steps == 0:
             return True
-        longest = min(_STEPS_BEFORE_PROBE, sequence.num_emittable(self._max_model_len))
+        longest = min(STEPS_BEFORE_PROBE, sequence.num_emittable(self._max_model_len))
         return num_steps <= longest and len(self._receiving) < _NUM_FOR_PROBES
 
     def keep_rows(self, key: str, first_position: int, rows: Tensor) -> None:
@@ -157,6 +158,7 @@ class DraftedDecoding:
         """See Speculation. While drafting is off, most steps are not planned here."""
         began = time.monotonic()
         self._drafting.take_rows()
+        self._num_active = len(active)
         decoding = [s for s in active if s.can_decode]
         self._planning.begin(decoding, began)
         if self._planning.is_quiet(decoding):
@@ -174,9 +176,9 @@ class DraftedDecoding:
         limits = [self._limit(s) for s in decoding]
         plan = self._planning.plan(Asking(decoding, [t.number for t in told], limits), self._report)
         self._rows.is_wanted = (
-            any(plan.num_wanted)
-            or self.policy.steps_to_drafts(len(decoding)) <= _STEPS_BEFORE_PROBE
+            any(plan.num_wanted) or self.policy.steps_to_drafts(len(decoding)) <= STEPS_BEFORE_PROBE
         )
+        asked.reason = plan.reason
         asked.told = {s.slot: t for s, t in zip(decoding, told, strict=True)}
         for sequence, entry in zip(decoding, told, strict=True):
             sequence.drafts, entry.num_proposed, entry.confidences = (), 0, ()
@@ -232,6 +234,7 @@ class DraftedDecoding:
             draft_seconds=asked.draft_s,
             step_seconds=seconds,
             has_prompt_rows=bool(plan.extends),
+            reason=asked.reason,
         )
         self._report.windows = [
             VerifiedWindow(t.num_proposed, n, a)

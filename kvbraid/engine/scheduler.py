@@ -287,6 +287,7 @@ class Scheduler:
         self.wasted_tokens["preempted"] += sequence.num_computed_tokens
         self._release(sequence)
         sequence.num_computed_tokens = 0
+        sequence.drafts = ()  # they were meant for the step that it will not be in
         sequence.status = Status.WAITING
         self._waiting.appendleft(sequence)
 

@@ -21,6 +21,8 @@ from kvbraid.rpc.reloading import Reloaded
 from kvbraid.settings.tls import TlsSettings
 from kvbraid.telemetry.tls_metrics import TlsMetrics
 
+_WITH_EXPIRY = ("tls_certificate", "tls_client_certificate", "tls_client_ca", "tls_server_ca")
+
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
@@ -58,14 +60,14 @@ def show_expiries(tls: TlsSettings, metrics: TlsMetrics) -> None:
     def expiry_s(setting: str) -> float:
         return credentials.current().expiries_s.get(setting, math.nan)
 
-    for setting in credentials.current().expiries_s:
+    for setting in filter(functools.partial(getattr, tls), _WITH_EXPIRY):
         metrics.expiry_s.labels(setting=setting).set_function(functools.partial(expiry_s, setting))
     metrics.refused_renewals.set_function(lambda: credentials.fault() != "")
 
 
 def _credentials(tls: TlsSettings) -> Credentials:
-    check_tls(tls)
     try:
+        check_tls(tls)
         return Credentials(
             server=_server_configuration(tls) if tls.serves else None,
             https=_https_context(tls) if tls.serves else None,

@@ -9,7 +9,7 @@ which is negative when it was slower than plain decoding. Whatever estimates say
 positive balance, and a probe one that covers its price. The balance starts at INITIAL_CREDIT, or
 TRUSTED_CREDIT, and grows by ALLOWANCE a plain step's worth of tokens, so after T of those all that
 was ever lost, learning and probing included, is at most that start + ALLOWANCE * T and one step's
-overshoot: below 1.6%, or 2%, from some 300, or 600, steps on, whatever the drafter does. What was
+overshoot: below 2% from some 500 steps on, or 900 for a trusted drafter, whatever it does. What was
 earned is kept up to a limit only, so that old gains do not pay for long for a drafter that has
 turned bad.
 
@@ -85,7 +85,8 @@ class BreakEven:
         self._steps = 0  # since the last stop or resumption
 
     def trust(self, gain: float) -> None:
-        """Nothing has been drafted for anybody yet; gain: as of `decide`, expected from a trial."""
+        """Nothing has been drafted for anybody yet; gain: as of `decide`, expected from a trial
+        with one sequence. Larger batches, where it may not pay, have the same credit to lose."""
         if gain > _RESUME_GAIN:
             self.credit = TRUSTED_CREDIT
 

@@ -8,6 +8,9 @@ from typing import Protocol
 
 from kvbraid.speculative.break_even import PlainReason
 
+# While drafting does not pay, rows are kept from so many steps before a probe on only.
+STEPS_BEFORE_PROBE = 64
+
 
 @dataclass(frozen=True, slots=True)
 class DraftPlan:
@@ -32,7 +35,7 @@ class StepOutcome:
     none. num_drafting: sequences that drafts were asked for. draft_seconds: what asking took, 0 if
     nothing was asked. step_seconds: the rest of the step, up to the next one's beginning where that
     is of the same sequences. has_prompt_rows: the step also computed
-    prompts, so that its time says nothing."""
+    prompts, so that its time says nothing. reason: the plan's."""
 
     slots: Sequence[int]
     width: int
@@ -44,6 +47,7 @@ class StepOutcome:
     draft_seconds: float
     step_seconds: float
     has_prompt_rows: bool
+    reason: PlainReason | None = None
 
 
 class Policy(Protocol):

@@ -9,7 +9,6 @@ is told afterwards, by `skip`.
 from __future__ import annotations
 
 import math
-import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -19,8 +18,8 @@ from numpy.typing import NDArray
 
 from kvbraid.speculative.break_even import BreakEven, PlainReason, RequestGates, Verdict
 from kvbraid.speculative.calibration import AcceptanceRates, ConfidenceCalibration, Reached
-from kvbraid.speculative.cost_table import CostTable
-from kvbraid.speculative.draft_plan import DraftPlan, StepOutcome
+from kvbraid.speculative.draft_plan import STEPS_BEFORE_PROBE, DraftPlan, StepOutcome
+from kvbraid.speculative.step_prices import NUM_MEASURED, StepPrices
 from kvbraid.speculative.verify_budget import WidthRule, best_gains, expected_tokens, within
 
 __all__ = ["DraftPlan", "DraftPolicy", "StepOutcome"]
@@ -31,8 +30,6 @@ BoolArray = NDArray[np.bool_]
 
 # A plain step's price is refreshed after so many steps of its batch size with drafts.
 _REFRESH_STEPS = 256
-# The steps that measure it: those after the one that is planned.
-_NUM_MEASURED = 3
 # While off and with the same sequences, estimates are looked at again this often: the less so the
 # further away the next probe is.
 _REVIEW_STEPS = 16
@@ -41,13 +38,8 @@ _LONGEST_REVIEW_STEPS = 64
 _NO_PROBE = 1 << 30
 # An unmeasured width is tried when it may be better by this factor.
 _WORTH_TRYING = 1.02
-# What takes longer than this times its bound was a pause of the machine and says nothing.
-_PAUSE = 1.5
-_DRAFT_PAUSE = 4.0  # of drafting, which varies more: first drafts come with a prompt's rows
 # What choosing a width takes: not worth it where no width is that much faster than another.
 _RULE_SECONDS = 1.5e-4
-# A coarse clock may not have advanced.
-_CLOCK_TICK = 1e-9
 # Acceptance of a drafter as good as one may hope: below break-even with this, no probe helps.
 _HOPED_RATE = 0.9
 
@@ -68,14 +60,14 @@ class DraftPolicy:
         self, max_draft_tokens: int, *, width_rule: WidthRule, drafts_in_blocks: bool
     ) -> None:
         self.max_draft_tokens = max_draft_tokens
-        self.costs = CostTable(max_draft_tokens)
+        self._prices = StepPrices(max_draft_tokens, drafts_in_blocks=drafts_in_blocks)
+        self.costs = self._prices.costs
         self.rates = AcceptanceRates(max_draft_tokens)
         self.calibration = ConfidenceCalibration(max_draft_tokens)
         self.gates = RequestGates()
         self.break_even = BreakEven()
         self.plain_steps: Counter[PlainReason] = Counter()
         self._width_rule = width_rule
-        self._drafts_in_blocks = drafts_in_blocks
         self._last_reason = PlainReason.MEASURING
         self._may_probe = True
         # Whether new sequences would be drafted for, by their number: until the next plan.
@@ -126,7 +118,7 @@ class DraftPolicy:
             return self._plain(size, PlainReason.NOT_ALLOWED, num_same=_REVIEW_STEPS - 1)
         plain_seconds = self.costs.plain_seconds(size)
         if plain_seconds is None or self.costs.steps_since_plain(size) >= _REFRESH_STEPS:
-            return self._plain(size, PlainReason.MEASURING, num_same=_NUM_MEASURED)
+            return self._plain(size, PlainReason.MEASURING, num_same=NUM_MEASURED)
         return self._estimate(np.array(slots), np.minimum(limits, self.max_draft_tokens))
 
     def width(
@@ -162,11 +154,11 @@ class DraftPolicy:
 
     def record(self, outcome: StepOutcome) -> None:
         """Learns from an executed step."""
-        cost = self._cost(outcome)
+        cost = self._prices.cost(outcome)
         self._paying.clear()
         is_plain = outcome.width == 1 and outcome.num_asked == 0
-        if not is_plain or self._last_reason is PlainReason.MEASURING:
-            self.observe_seconds(outcome)
+        if not is_plain or outcome.reason is PlainReason.MEASURING:
+            self._prices.observe(outcome)
         if outcome.width > 1:
             self._learn(outcome)
         if cost is not None:
@@ -175,10 +167,7 @@ class DraftPolicy:
 
     def skip(self, num_steps: int, seconds: Mapping[int, Sequence[float]]) -> None:
         """See Policy."""
-        for size, found in seconds.items():
-            typical = max(statistics.median(found), _CLOCK_TICK)
-            for _ in found[:_NUM_MEASURED]:
-                self.costs.observe_step(size, 1, typical, has_prompt_rows=False)
+        self._prices.observe_plain(seconds)
         self._paying.clear()
         self.plain_steps[self._last_reason] += num_steps
         self.break_even.skip(num_steps)
@@ -195,41 +184,12 @@ class DraftPolicy:
             self.rates.observe_shared(self._reached(outcome))
 
     def observe_seconds(self, outcome: StepOutcome) -> None:
-        """Learns what an executed step took, and nothing else of it."""
-        if outcome.num_asked > 0:
-            seconds = max(outcome.draft_seconds, _CLOCK_TICK)
-            self.costs.draft.observe(
-                outcome.num_drafting, self._asked_as(outcome.num_asked), seconds
-            )
-        self.costs.observe_step(
-            len(outcome.slots),
-            outcome.width,
-            max(outcome.step_seconds, _CLOCK_TICK),
-            has_prompt_rows=outcome.has_prompt_rows,
-        )
+        """Learns what a step took that ran before anybody is served, and nothing else of it."""
+        self._prices.observe(outcome)
 
-    def _cost(self, outcome: StepOutcome) -> float | None:
-        """Of a step in plain steps, a pause of the machine left out; None where it cannot be
-        compared."""
-        size = len(outcome.slots)
-        plain = self.costs.plain_seconds(size)
-        if plain is None or outcome.has_prompt_rows:
-            return None
-        if outcome.width == 1 and outcome.num_asked == 0:
-            return 1.0
-        step = self.costs.step.seconds(size)
-        assert step is not None
-        seconds = min(outcome.step_seconds, _PAUSE * float(step[outcome.width - 1]))
-        if outcome.num_asked > 0:
-            draft = self.costs.draft.seconds(outcome.num_drafting)
-            asked = self._asked_as(outcome.num_asked)
-            usual = plain if draft is None else float(draft[asked - 1])
-            seconds += min(outcome.draft_seconds, _DRAFT_PAUSE * usual)
-        return seconds / plain
-
-    def _asked_as(self, num_drafts: int) -> int:
-        """The number of drafts that these cost as much as."""
-        return self.max_draft_tokens if self._drafts_in_blocks else num_drafts
+    def observe_plain(self, seconds: Mapping[int, Sequence[float]]) -> None:
+        """Learns what steps without a plan took, see `skip`."""
+        self._prices.observe_plain(seconds)
 
     def _learn(self, outcome: StepOutcome) -> None:
         reached = self._reached(outcome)
@@ -246,7 +206,7 @@ class DraftPolicy:
         )
 
     def _estimate(self, slots: IntArray, limits: IntArray) -> DraftPlan:
-        likely, hopeful = self._seconds(len(slots))
+        likely, hopeful = self._prices.whole_steps(len(slots))
         rates = self.rates.rates(slots)
         has_room = within(limits, self.max_draft_tokens)
         pays = self.gates.judge(slots, best_gains(rates, hopeful))
@@ -292,32 +252,18 @@ class DraftPolicy:
     def _gain_of_new(self, size: int) -> float:
         if self.costs.plain_seconds(size) is None:
             return math.inf
-        likely, _ = self._seconds(size)
+        likely, _ = self._prices.whole_steps(size)
         rates = np.broadcast_to(self.rates.shared, (size, self.max_draft_tokens))
         return self._choose(rates, likely).gain
 
     def _steps_without_review(self) -> int:
+        """As many as there is nothing to decide in, up to where rows are kept for a probe."""
         if self.break_even.is_probing:
             return 0
-        return min(max(_REVIEW_STEPS, self._steps_to_probe()), _LONGEST_REVIEW_STEPS) - 1
-
-    def _seconds(self, size: int) -> tuple[FloatArray, FloatArray]:
-        """Of a whole step by width, as estimated and bounded from below: two of [g + 1]."""
-        step = self.costs.step.seconds(size)
-        assert step is not None
-        draft = self.costs.draft.seconds(size)
-        if draft is None:
-            # Nothing is known: as dear as a step.
-            draft = np.full(self.max_draft_tokens, step[0])
-        return (
-            self._whole_step(step, draft),
-            self._whole_step(self.costs.step.hopeful(size), self.costs.draft.hopeful(size)),
-        )
-
-    def _whole_step(self, step: FloatArray, draft: FloatArray) -> FloatArray:
-        seconds = step.copy()
-        seconds[1:] += draft[-1] if self._drafts_in_blocks else draft
-        return seconds
+        num_steps = self._steps_to_probe()
+        if num_steps > STEPS_BEFORE_PROBE:
+            num_steps -= STEPS_BEFORE_PROBE
+        return min(max(_REVIEW_STEPS, num_steps), _LONGEST_REVIEW_STEPS) - 1
 
     def _choose(self, expected: FloatArray, seconds: FloatArray) -> _Choice:
         width = self._width_rule(expected, expected, seconds)
@@ -347,7 +293,7 @@ class DraftPolicy:
             return None
         known = max(1, self.costs.step.largest_measured(size))
         width = min(best.width, 2 * known)
-        asked = self._asked_as(width - 1)
+        asked = self._prices.asked_as(width - 1)
         is_measured = self.costs.step.is_measured(size, width) and self.costs.draft.is_measured(
             size, asked
         )
@@ -355,7 +301,7 @@ class DraftPolicy:
         return None if is_measured or not self.break_even.can_afford(price) else width
 
     def _drafts(self, width: int, limits: IntArray, is_trial: bool = False) -> DraftPlan:
-        wanted = tuple(np.minimum(limits, self._asked_as(width - 1)).tolist())
+        wanted = tuple(np.minimum(limits, self._prices.asked_as(width - 1)).tolist())
         return DraftPlan(wanted, width, is_trial=is_trial)
 
     def _plain(self, size: int, reason: PlainReason | None, num_same: int = 0) -> DraftPlan:

@@ -6,8 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kvbraid.speculative.draft_policy import DraftPlan, StepOutcome
 
+# Plain steps that need no plan.
+_NUM_SAME = 15
 
-def _ignore(outcome: StepOutcome) -> None:
+PlainSeconds = Mapping[int, Sequence[float]]
+"""Of steps without a plan, by the number of their sequences; see `Policy.skip`."""
+
+
+def ignore(said: object) -> None:
     """Nothing is learnt."""
 
 
@@ -15,11 +21,16 @@ class FixedPolicy:
     """`DraftPolicy` without any judgement. Used by the engine thread."""
 
     def __init__(
-        self, max_draft_tokens: int, observe: Callable[[StepOutcome], None] = _ignore
+        self,
+        max_draft_tokens: int,
+        observe: Callable[[StepOutcome], None] = ignore,
+        observe_plain: Callable[[PlainSeconds], None] = ignore,
     ) -> None:
-        """observe: gets every executed step; its slots are no other policy's."""
+        """observe: gets every planned step; its slots are no other policy's. observe_plain: gets
+        what steps without a plan took."""
         self._max_draft_tokens = max_draft_tokens
         self._observe = observe
+        self._observe_plain = observe_plain
         self._num_opened = 0
 
     def steps_to_drafts(self, num_sequences: int) -> int:
@@ -41,7 +52,8 @@ class FixedPolicy:
     def plan(self, slots: Sequence[int], limits: Sequence[int]) -> DraftPlan:
         """All that is allowed."""
         wanted = tuple(min(limit, self._max_draft_tokens) for limit in limits)
-        return DraftPlan(wanted, 1 + max(wanted, default=0))
+        most = max(wanted, default=0)
+        return DraftPlan(wanted, 1 + most, num_same=0 if most else _NUM_SAME)
 
     def width(
         self,
@@ -60,5 +72,6 @@ class FixedPolicy:
         """See Policy: it is told to `observe`."""
         self._observe(outcome)
 
-    def skip(self, num_steps: int, seconds: Mapping[int, Sequence[float]]) -> None:
-        """Its plans allow none."""
+    def skip(self, num_steps: int, seconds: PlainSeconds) -> None:
+        """See Policy: it is told to `observe_plain`."""
+        self._observe_plain(seconds)

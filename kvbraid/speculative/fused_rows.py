@@ -47,9 +47,17 @@ class FusedRows:
     """
 
     def __init__(
-        self, fusion: Fusion, *, num_slots: int, logical_page_size: int, dtype: torch.dtype
+        self,
+        fusion: Fusion,
+        *,
+        num_slots: int,
+        logical_page_size: int,
+        dtype: torch.dtype,
+        pads_taps: bool = False,
     ) -> None:
-        """num_slots: of the KV pool, the sink page included. Memory is touched as it is used."""
+        """num_slots: of the KV pool, the sink page included. Memory is touched as it is used.
+        pads_taps: fuse only as many at a time as `waiting_taps.padded_sizes` says, on devices that
+        load a kernel for every new size, which takes as long as dozens of steps."""
         self._fusion = fusion
         self._page_size = logical_page_size
         self._dtype = dtype
@@ -61,7 +69,7 @@ class FusedRows:
         # Whether rows of tokens computed now will be read; while they will not, none are kept.
         self.is_wanted = True
         self._tap_s = 0.0
-        self._waiting = WaitingTaps(_SINK_SLOT)
+        self._waiting = WaitingTaps(_SINK_SLOT, pads=pads_taps)
         self._is_held: NDArray[np.bool_] = np.zeros(num_slots, dtype=np.bool_)
 
     @property
@@ -108,7 +116,7 @@ class FusedRows:
 
     def read(self, slots: LogicalSlots) -> Tensor:
         """Their rows, [n, d], a copy. Every one must be held."""
-        for waiting in self._waiting.drain():
+        if (waiting := self._waiting.drain()) is not None:
             self._fuse(waiting)
         found = torch.empty(len(slots), self._fusion.fused_width, dtype=self._dtype)
         np.take(self._rows, slots.array, axis=0, out=found.view(torch.uint8).numpy())

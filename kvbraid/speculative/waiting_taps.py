@@ -26,7 +26,7 @@ def most_waiting(tap_shape: Sequence[int], dtype: torch.dtype) -> int:
 
 
 def padded_sizes(tap_shape: Sequence[int], dtype: torch.dtype) -> list[int]:
-    """Every number of rows that `WaitingTaps.drain` gives off a CPU."""
+    """Every number of rows that a padding `WaitingTaps.drain` gives."""
     most = most_waiting(tap_shape, dtype)
     return sorted({graph_size(number, most) for number in range(1, most + 1)})
 
@@ -49,9 +49,10 @@ class Taps(NamedTuple):
 class WaitingTaps:
     """In the order of their steps, in memory that is taken once: a step costs one small copy."""
 
-    def __init__(self, padding_slot: int) -> None:
-        """padding_slot: stands for tokens whose row nobody wants."""
+    def __init__(self, padding_slot: int, *, pads: bool) -> None:
+        """padding_slot: stands for tokens whose row nobody wants. pads: see `drain`."""
         self._padding_slot = padding_slot
+        self._pads = pads
         self._memory: Tensor | None = None
         self._slots: list[Slots] = []
         self._num_rows = 0
@@ -63,8 +64,8 @@ class WaitingTaps:
         memory = self._memory_for(taps)
         while len(slots):
             num_taken = min(len(slots), len(memory) - self._num_rows)
-            if num_taken < len(slots) and self._num_rows:
-                yield from self.drain()
+            if num_taken < len(slots) and (full := self.drain()) is not None:
+                yield full
                 num_taken = min(len(slots), len(memory))
             begin, self._num_rows = self._num_rows, self._num_rows + num_taken
             memory[begin : self._num_rows].copy_(taps[:num_taken])
@@ -76,23 +77,20 @@ class WaitingTaps:
         if self._num_rows:
             self._dropped.append((self._num_rows, slots))
 
-    def drain(self) -> Iterator[Taps]:
-        """All that wait, valid until the next `add`; nothing where nothing does.
-
-        Off a CPU taps are padded to few sizes: a product of a size that was never computed loads
-        its kernel first, which takes as long as dozens of steps.
-        """
+    def drain(self) -> Taps | None:
+        """All that wait, valid until the next `add`; None where nothing does. Padded, there are
+        rows of anything behind them, so that their number is one of a few."""
         if not self._num_rows:
-            return
+            return None
         assert self._memory is not None
         slots = np.concatenate(self._slots)
         for end, dropped in self._dropped:
             slots[:end][np.isin(slots[:end], dropped)] = self._padding_slot
         size = self._num_rows
-        if self._memory.device.type != "cpu":
+        if self._pads:
             size = graph_size(size, len(self._memory))
         self._slots, self._num_rows, self._dropped = [], 0, []
-        yield Taps(slots, self._memory[:size])
+        return Taps(slots, self._memory[:size])
 
     def _memory_for(self, taps: Tensor) -> Tensor:
         if self._memory is None:

@@ -16,7 +16,7 @@ from kvbraid.engine.drafted_decoding import DraftedDecoding
 from kvbraid.engine.sequence import SequenceKey
 from kvbraid.request import ChatMessage, TokenChunk
 from kvbraid.speculative.draft_policy import DraftPolicy
-from kvbraid.speculative.fixed_policy import FixedPolicy
+from kvbraid.speculative.fixed_policy import FixedPolicy, ignore
 from kvbraid.tokenizer import Tokenizer
 from kvbraid.worker.start_up_generation import generate_to_the_end
 from kvbraid.worker.worker import Worker
@@ -90,10 +90,8 @@ async def check_drafter(
     """Generate a text greedily with all the drafts that come. Nothing else may run."""
     prompt = prompt[: max(1, worker.identity.max_model_len - _NUM_TOKENS - 1)]
     check, policy = DrafterCheck(), speculation.policy
-    drafting = FixedPolicy(speculation.max_draft_tokens)
-    if isinstance(policy, DraftPolicy):
-        drafting = FixedPolicy(speculation.max_draft_tokens, policy.observe_acceptance)
-    speculation.policy = drafting
+    learn = policy.observe_acceptance if isinstance(policy, DraftPolicy) else ignore
+    speculation.policy = FixedPolicy(speculation.max_draft_tokens, learn)
     key = SequenceKey("drafter-check", 0, 0)
     for chunk in await generate_to_the_end(worker, key, prompt, _NUM_TOKENS):
         check.add(chunk)

@@ -148,10 +148,11 @@ def num_compute_threads(
     them, which torch does from 32768 numbers on, has taken 20 to 70 ms of a draft step whose prompt
     was that long.
     """
+    if parallel.threads_per_rank:
+        return parallel.threads_per_rank
     if device.type != "cpu":
-        return parallel.threads_per_rank or 1
-    cores = len(os.sched_getaffinity(0))
-    return parallel.threads_per_rank or max(1, cores // local_world_size)
+        return 1
+    return max(1, len(os.sched_getaffinity(0)) // local_world_size)
 
 
 def build_rank(
@@ -286,6 +287,7 @@ def _fused_rows(
         num_slots=pool.num_slots,
         logical_page_size=pool.stripe.logical_page_size,
         dtype=dtype,
+        pads_taps=pool.device.type != "cpu",
     )
 
 

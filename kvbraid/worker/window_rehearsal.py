@@ -45,7 +45,11 @@ async def rehearse_windows(
             break
         # Plain steps come last: their price is known to be fresh then.
         for num_drafts in range(policy.max_draft_tokens, -1, -1):
-            speculation.policy = FixedPolicy(num_drafts, policy.observe_seconds)
+            speculation.policy = (
+                FixedPolicy(num_drafts, policy.observe_seconds)
+                if num_drafts
+                else FixedPolicy(0, observe_plain=policy.observe_plain)
+            )
             runs = (_generate(worker, prompt, num_drafts, number, i) for i in range(size))
             await asyncio.gather(*runs)
             number += 1

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 _PROGRAM = """
-import gc
+import gc, weakref
 from kvbraid.settled_heap import settle_heap
 
 class Node:
@@ -15,10 +15,13 @@ class Node:
 def loop():
     node = Node()
     node.itself = node
+    return weakref.ref(node)
 
 loaded = [Node() for _ in range(10_000)]
-loop()
+gc.disable()
+left_behind = loop()
 settle_heap()
+assert left_behind() is None, "what start-up left behind is not kept for ever"
 assert gc.get_freeze_count() > 10_000
 assert not any(isinstance(thing, Node) for thing in gc.get_objects()), "still walked"
 frozen = gc.get_freeze_count()

@@ -21,6 +21,8 @@ from kvbraid.engine.step_plan import StepPlan
 from kvbraid.engine.verification import emitted_rows
 from kvbraid.kv.slots import slots_of
 from kvbraid.request import FinishReason, SamplingParams
+from kvbraid.speculative.break_even import PlainReason
+from kvbraid.speculative.draft_plan import DraftPlan
 from kvbraid.speculative.draft_policy import StepOutcome
 from kvbraid.speculative.fixed_policy import FixedPolicy
 from kvbraid.speculative.fused_rows import FusedRows
@@ -408,3 +410,47 @@ def test_emitted_rows(
     drafts: tuple[int, ...], samples: list[int], is_valid: list[bool], num_emitted: int
 ) -> None:
     assert emitted_rows(drafts, samples, is_valid) == num_emitted
+
+
+class OffOnceOneIsPreempted(FixedPolicy):
+    """And then not to be asked for long, whoever comes or goes."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.is_off = False
+
+    def stays_plain(self, num_sequences: int) -> bool:
+        return self.is_off
+
+    def plan(self, slots: Seq[int], limits: Seq[int]) -> DraftPlan:
+        if not self.is_off:
+            return super().plan(slots, limits)
+        reason = PlainReason.BELOW_BREAK_EVEN
+        return DraftPlan((0,) * len(slots), 1, reason=reason, num_same=60)
+
+
+def test_a_preempted_sequence_comes_back_without_its_drafts() -> None:
+    """They were drafted behind a token that is no longer its newest."""
+    policy = OffOnceOneIsPreempted()
+    engine = drafted_engine(
+        ToyDrafter(wrong), policy=policy, num_pages=16, keeps_prefixes=False, max_num_seqs=4
+    )
+    compute = engine.rank.compute
+    drafted_while_off: list[int] = []
+
+    def watched(plan: StepPlan) -> object:
+        if policy.is_off:
+            drafted_while_off.extend(len(decode.drafts) for decode in plan.decodes)
+        policy.is_off = engine.scheduler.num_preemptions > 0
+        return compute(plan)
+
+    engine.rank.compute = watched  # type: ignore[method-assign,assignment]
+    prompts = {"a": ([1] * 3, 55), "c": ([7] * 3, 20), "b": ([4] * 3, 40)}
+    for name, (prompt, num_tokens) in prompts.items():
+        engine.submit(name, prompt, max_tokens=num_tokens)
+    engine.run(idle())
+    for name, (prompt, num_tokens) in prompts.items():
+        assert engine.tokens(name) == expected(prompt, num_tokens)
+    assert policy.is_off
+    assert len(drafted_while_off) > 30
+    assert sum(drafted_while_off) == 0

@@ -57,6 +57,31 @@ def test_half_a_renewal_leaves_the_old_with_one_warning(
     assert reloaded.current() == "22"
 
 
+def test_what_cannot_be_used_yet_is_tried_again(
+    pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A certificate of an issuer whose clock is ahead: the files do not change any more."""
+    now_s, is_valid = 0.0, False
+
+    def make() -> str:
+        if now_s and not is_valid:
+            raise ConfigError("not yet valid")
+        return pair.make()
+
+    reloaded = Reloaded([str(pair.first), str(pair.second)], make, clock=lambda: now_s)
+    pair.write("22", "22")
+    for _ in range(4):
+        now_s += 9.0
+        assert reloaded.current() == "1"
+    assert len(caplog.records) == 1, "told once"
+    is_valid = True
+    now_s += 0.5
+    assert reloaded.current() == "1", "not at every call"
+    now_s += 9.0
+    assert reloaded.current() == "22"
+    assert reloaded.fault() == ""
+
+
 def test_a_fault_is_told_while_it_lasts(pair: Pair) -> None:
     reloaded = pair.reloaded()
     assert reloaded.fault() == ""

@@ -7,7 +7,6 @@ included, without a start-up profile.
 from __future__ import annotations
 
 import statistics
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -17,6 +16,7 @@ from kvbraid.speculative.break_even import INITIAL_CREDIT, PlainReason
 from kvbraid.speculative.draft_plan import DraftPlan, StepOutcome
 from kvbraid.speculative.draft_policy import DraftPolicy
 from kvbraid.speculative.verify_budget import WidthRule, best_width, causal_width
+from tests.unit.speculative.measured_policy import measured_policy, outcome
 from tests.unit.speculative.simulated_worker import MACHINES, Machine, Quality, Run, Worker
 
 FLOOR = 0.97
@@ -218,18 +218,6 @@ def test_bug_33_drafts_that_confidence_cuts_off_are_never_verified() -> None:
 # -- single steps ------------------------------------------------------------------------------
 
 
-def measured_policy(batch: int = 1) -> tuple[DraftPolicy, list[int]]:
-    """A policy that knows all prices: rows are nearly free, drafts are cheap."""
-    policy = DraftPolicy(3, width_rule=best_width, drafts_in_blocks=False)
-    for _ in range(3):
-        for width in range(1, 5):
-            policy.costs.observe_step(batch, width, 1.0 + 0.01 * (width - 1), has_prompt_rows=False)
-        for drafts in range(1, 4):
-            policy.costs.draft.observe(batch, drafts, 0.05 * drafts)
-    policy.costs.observe_step(batch, 1, 1.0, has_prompt_rows=False)
-    return policy, [policy.open() for _ in range(batch)]
-
-
 def test_a_plain_steps_price_is_measured_before_anything_is_drafted() -> None:
     policy = DraftPolicy(3, width_rule=best_width, drafts_in_blocks=False)
     slot = policy.open()
@@ -288,74 +276,10 @@ def test_low_confidences_narrow_the_window() -> None:
     assert width_for(float("nan"), 0.97, 0.97) == 1
 
 
-def outcome(slots: list[int], **changes: object) -> StepOutcome:
-    fields: dict[str, object] = {
-        "slots": slots,
-        "width": 4,
-        "num_verified": [3],
-        "num_accepted": [0],
-        "confidences": [[]],
-        "num_asked": 3,
-        "num_drafting": 1,
-        "draft_seconds": 0.15,
-        "step_seconds": 1.03,
-        "has_prompt_rows": False,
-    }
-    return StepOutcome(**{**fields, **changes})  # type: ignore[arg-type]
-
-
-def test_steps_with_prompt_rows_teach_acceptance_but_no_price() -> None:
-    policy, slots = measured_policy()
-    credit, before = policy.break_even.credit, policy.costs.step.num_observed(1, 4)
-    policy.record(outcome(slots, step_seconds=50.0, has_prompt_rows=True))
-    assert policy.break_even.credit == credit
-    assert policy.costs.step.num_observed(1, 4) == before
-    assert policy.rates.shared[0] < 0.75
-
-
 def test_nothing_is_trusted_that_was_not_measured() -> None:
     policy = DraftPolicy(3, width_rule=best_width, drafts_in_blocks=False)
     policy.begin_serving()
     assert policy.break_even.credit == INITIAL_CREDIT
-
-
-def test_what_a_plain_step_costs_is_what_it_costs_without_a_plan() -> None:
-    """A planned step has its books to keep: were that the price, drafting would be measured
-    against it, and pay by a tenth more than it does."""
-    policy, slots = measured_policy()
-    plain = outcome(slots, width=1, num_verified=[0], num_asked=0, num_drafting=0)
-    for _ in range(100):
-        policy.observe_acceptance(outcome(slots))
-    assert policy.plan(slots, [3]).reason is PlainReason.BELOW_BREAK_EVEN
-    for _ in range(20):
-        policy.record(replace(plain, draft_seconds=0.0, step_seconds=1.3))
-    assert policy.costs.plain_seconds(1) == 1.0
-    for _ in range(8):
-        policy.skip(4, {1: [0.8, 0.8, 9.0, 0.8]})
-    assert policy.costs.plain_seconds(1) == 0.8
-
-
-def test_a_pause_of_the_machine_is_not_held_against_drafting() -> None:
-    policy, slots = measured_policy()
-    policy.record(outcome(slots, step_seconds=500.0, draft_seconds=90.0))
-    paused = policy.break_even.credit
-    policy, slots = measured_policy()
-    policy.record(outcome(slots))
-    assert policy.break_even.credit - paused < 1.0
-
-
-def test_the_plain_price_is_refreshed_now_and_then() -> None:
-    policy, slots = measured_policy()
-    reasons = []
-    for _ in range(600):
-        plan = policy.plan(slots, [3])
-        reasons.append(plan.reason)
-        if plan.reason is None:
-            policy.record(outcome(slots, num_accepted=[3]))
-        else:
-            policy.record(outcome(slots, width=1, num_verified=[0], num_asked=0, step_seconds=1.0))
-    assert set(reasons) == {None, PlainReason.MEASURING}
-    assert reasons.count(PlainReason.MEASURING) == 2
 
 
 def test_a_drafter_that_never_answers_is_asked_less_and_less() -> None:

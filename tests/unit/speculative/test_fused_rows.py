@@ -93,6 +93,27 @@ def test_wide_taps_wait_in_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> No
     assert fusion.num_fused == [10] * 5 + [1]
 
 
+def test_padded_taps_have_few_sizes_and_their_padding_reaches_no_row(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    most = 24
+    monkeypatch.setattr(waiting_taps, "_MOST_ROWS", most)
+    fusion = Halves()
+    rows = FusedRows(
+        fusion, num_slots=256, logical_page_size=PAGE, dtype=torch.float32, pads_taps=True
+    )
+    # The memory is full of what must reach nobody.
+    rows.take(slots(*range(100, 100 + most)), taps(*[float("nan")] * most))
+    rows.renew(range(25, 32))
+    for number in (1, 2, 3, 5, 9, 17, 24, 50):
+        taken = slots(*range(4, 4 + number))
+        rows.take(taken, taps(*range(number)))
+        assert rows.read(taken)[:, 0].tolist() == list(range(number))
+    sizes = set(fusion.num_fused)
+    assert sizes <= set(waiting_taps.padded_sizes((2, WIDTH), torch.float32))
+    assert sizes >= {1, 2, 4, 8, 16, 24}
+
+
 def test_pushed_rows_replace_those_of_a_page_s_last_owner() -> None:
     fusion = Halves()
     rows = new_rows(fusion)

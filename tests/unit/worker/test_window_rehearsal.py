@@ -23,7 +23,7 @@ from kvbraid.worker.window_rehearsal import batch_sizes, rehearse_windows
 
 MAX_DRAFTS = 3
 # The first step of a kind compiles.
-COMPILE_S, STEP_S, ROW_S, DRAFT_S = 5.0, 1.0, 0.1, 0.2
+COMPILE_S, STEP_S, ROW_S, DRAFT_S, PLAN_S = 5.0, 1.0, 0.1, 0.2, 0.1
 
 
 class ScriptedWorker:
@@ -61,11 +61,21 @@ class ScriptedWorker:
         await asyncio.sleep(0)  # the others of its batch are opened meanwhile
         if request.key.completion == 0:
             assert request.sampling.max_tokens is not None
+            num_quiet = 0
             for left in range(request.sampling.max_tokens, 0, -1):
-                self._step(self._num_open, left)
+                if num_quiet:
+                    num_quiet -= 1
+                    self._quiet_step(self._num_open)
+                else:
+                    num_quiet = self._step(self._num_open, left)
         yield object()
 
-    def _step(self, size: int, left: int) -> None:
+    def _quiet_step(self, size: int) -> None:
+        """A plan and its books take a tenth of a step."""
+        self.met[size, 1] += 1
+        self._speculation.policy.skip(1, {size: [STEP_S + ROW_S * size]})
+
+    def _step(self, size: int, left: int) -> int:
         policy = self._speculation.policy
         plan = policy.plan(list(range(size)), [left - 1] * size)
         num_drafts = max(plan.num_wanted)
@@ -82,10 +92,14 @@ class ScriptedWorker:
                 num_asked=num_drafts,
                 num_drafting=size if num_drafts else 0,
                 draft_seconds=DRAFT_S * num_drafts + is_first * COMPILE_S,
-                step_seconds=STEP_S + ROW_S * size * width + is_first * COMPILE_S,
+                step_seconds=STEP_S
+                + ROW_S * size * width
+                + is_first * COMPILE_S
+                + (width == 1) * PLAN_S,
                 has_prompt_rows=False,
             )
         )
+        return plan.num_same
 
 
 def adaptive() -> DraftPolicy:
