@@ -19,7 +19,7 @@ from tests.deploy.cluster.test_requests import GRPC
 pytestmark = pytest.mark.timeout(300)
 
 # Seconds of decoding on any machine, so that they are still running when a pod is told to end.
-_MANY = 600
+_MANY = 400
 
 
 def long_streams(client: Outsider, number: int) -> list[Call]:
