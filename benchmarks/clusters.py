@@ -55,9 +55,9 @@ class Clusters:
     def share_cores(self) -> None:
         """Give each role of all clusters the same cores, and this process some of its own.
 
-        Clusters that answer in turn then differ by what they do and not by where they were placed:
-        two alike ones, left alone, differed by 8% for as long as they ran. Nothing is done where
-        there are fewer cores than a few for each.
+        Clusters that answer in turn then differ by what they do and not by where they were placed,
+        which lasts for as long as they run. Nothing is done where there are fewer cores than a few
+        for each.
         """
         if len(self._cores) < _FEWEST_CORES:
             return

@@ -101,14 +101,19 @@ async def lead(rank: Rank, add_services: AddServices) -> int:
         code = await run_until_signal(rank.server, failure=thread.failure)
         for task in background:
             task.cancel()
-        if not thread.finished.done():
-            engine.stop()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_ENGINE_STOP_GRACE_S):
-                    await asyncio.shield(thread.finished)
+        await _end_engine(engine, thread)
         if thread.failure.done():
             raise EngineFailedError(thread.failure.result())
         return code
+
+
+async def _end_engine(engine: Engine, thread: EngineThread) -> None:
+    if thread.finished.done():
+        return
+    engine.stop()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_ENGINE_STOP_GRACE_S):
+            await asyncio.shield(thread.finished)
 
 
 async def _prepare_drafting(rank: Rank, worker: Worker, speculation: DraftedDecoding) -> None:

@@ -145,8 +145,7 @@ def num_compute_threads(
     """Share the host's cores among its ranks; more threads than cores only wait for each other.
 
     A rank on a GPU has nothing but small tensors on its host. Waking a team of threads for one of
-    them, which torch does from 32768 numbers on, has taken 20 to 70 ms of a draft step whose prompt
-    was that long.
+    them, which torch does from 32768 numbers on, may take as long as dozens of decode steps.
     """
     if parallel.threads_per_rank:
         return parallel.threads_per_rank
