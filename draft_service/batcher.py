@@ -250,8 +250,8 @@ class Batcher:
         return batch
 
     def _drop(self, keys: Collection[str]) -> None:
-        """These have ended. Chunks that wait are not computed: they would begin them anew, and
-        nobody would end them again."""
+        """These have ended, in order. Chunks that wait are not computed: they would begin them
+        anew, and nobody would end them again."""
         for key in keys:
             self._proposer.drop(key)
         if not keys:
@@ -266,7 +266,7 @@ class Batcher:
                 self._chunks.append(job)
 
     def _compute(self, batch: Sequence[Job]) -> None:
-        self._drop({key for job in batch for key in job.dropped})
+        self._drop(dict.fromkeys(key for job in batch for key in job.dropped))
         tasks = [task for job in batch for task in job.tasks]
         began = time.monotonic()
         answers = iter(self._proposer.step(tasks) if tasks else ())
