@@ -28,6 +28,14 @@ def current_accelerator() -> Accelerator | None:
     return Accelerator("nvidia", f"sm{major}{minor}")
 
 
+def converts_e4m3(found: Accelerator | None) -> bool:
+    """Whether Triton compiles float8_e4m3fn for a GPU: on NVIDIA only where instructions convert it
+    (Ada, sm89, and newer), on AMD always. None: no GPU, so nothing that could not."""
+    if found is None or found.vendor != "nvidia":
+        return True
+    return int(found.architecture.removeprefix("sm")) >= 89
+
+
 def num_multiprocessors(device: torch.device) -> int:
     """Multiprocessors (compute units on AMD); 1 for a CPU."""
     if device.type == "cpu":

@@ -6,7 +6,6 @@ R kv_lora_rank, Rr qk_rope_head_dim. A pool has two stores, keys and values, or 
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -16,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from attention import accelerator
 from attention.layout import StripeLayout
 
 # The largest float8_e4m3fn number; what is above it is stored as it.
@@ -105,14 +105,22 @@ class RowMover(Protocol):
 
 
 def row_mover(stores: Sequence[RowStore], stripe: StripeLayout) -> RowMover:
-    """The mover of a pool: Triton kernels on GPUs that have Triton, stock torch elsewhere."""
-    if stores[0].rows.is_cuda and importlib.util.find_spec("triton") is not None:
+    """The mover of a pool: Triton kernels on GPUs for which they compile, stock torch elsewhere."""
+    if stores[0].rows.is_cuda and has_row_kernels(stores[0].rows.dtype):
         from attention.backends.triton_rows import TritonRows
 
         return TritonRows(stores, stripe)
     from attention.backends.torch_rows import TorchRows
 
     return TorchRows(stores, stripe)
+
+
+def has_row_kernels(dtype: torch.dtype) -> bool:
+    """Whether Triton kernels write rows of `dtype` on this process's GPU."""
+    if not accelerator.has_module("triton"):
+        return False
+    is_e4m3 = dtype == torch.float8_e4m3fn
+    return not is_e4m3 or accelerator.converts_e4m3(accelerator.current_accelerator())
 
 
 def check_rows(

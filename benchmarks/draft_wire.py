@@ -25,6 +25,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
+import uvloop
 from prometheus_client import CollectorRegistry
 
 from benchmarks.report import BenchmarkRow, write_report
@@ -269,14 +270,14 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.serve:
-        asyncio.run(serve(options.serve, options.hidden))
+        uvloop.run(serve(options.serve, options.hidden))
         return 0
     rows = []
     for hidden in HIDDENS:
         with ExitStack() as stack:
             # One for each wire: a service waits for steps of other streams that are active.
             addresses = {str(wire): stack.enter_context(service(hidden)) for wire in WIRES}
-            rows += asyncio.run(measure(hidden, addresses))
+            rows += uvloop.run(measure(hidden, addresses))
     for row in rows:
         verdict = "" if row.bar is None else f" {'holds' if row.holds else 'MISSED'}"
         sys.stdout.write(f"{row.case[:-4]}: {row.ours * 1e3:.3f} ms{verdict}\n")

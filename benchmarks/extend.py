@@ -1,6 +1,10 @@
 """Prefill and extend attention on a GPU against FlashInfer and torch, side by side in one run.
 
 python -m benchmarks.extend --json benchmarks/results/extend_h200.json
+python -m benchmarks.extend --heads mla --batches "1 x 8K" "2K over" --peers flashinfer
+
+The second measures what has one of these texts in its name. Rows are written after every shape, so
+that a run that is cut off keeps what it has.
 
 Times are microseconds a call, median of interleaved replays of CUDA graphs, plans excluded. Peers
 get prefix and chunk already joined in memory, ours gets them apart. MLA starts at the latent: both
@@ -13,7 +17,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -106,6 +110,9 @@ HEADS = (
     Heads("gqa 9/3 heads of 64", 9, 3, 64, 64),
     Heads("mla 16 heads of 192/128", 16, 16, 128, 128, rank=512, rope=64),
 )
+HEADS_BY_NAME = {heads.name: heads for heads in HEADS}
+BATCHES_BY_NAME = {batch.name: batch for batch in BATCHES}
+TORCH_BACKEND, TORCH_FLASH, FLASHINFER = PEERS = ("torch backend", "torch flash", "flashinfer fa3")
 
 
 class Problem:
@@ -205,12 +212,12 @@ class Problem:
 
     def peers(self) -> dict[str, Callable[[], Call]]:
         """What ours is compared with, to be planned."""
-        found = {"torch backend": lambda: self.planned(TorchBackend())}
+        found = {TORCH_BACKEND: lambda: self.planned(TorchBackend())}
         is_plain = len(self.batch.totals) == 1 and not sum(self.batch.prefix_lens)
         if is_plain and not self.heads.rank:
-            found["torch flash"] = self.torch_flash
+            found[TORCH_FLASH] = self.torch_flash
         if has_flashinfer():
-            found["flashinfer fa3"] = self.flashinfer
+            found[FLASHINFER] = self.flashinfer
         return found
 
 
@@ -268,10 +275,21 @@ def replay_us(calls: dict[str, Call], repeats: int) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def checked_peers(problem: Problem, ours: Tensor) -> dict[str, Call]:
-    """Peers that run here and compute the same as ours; says which do not."""
+def named(texts: Sequence[str], names: Iterable[str]) -> list[str]:
+    """The names that contain one of `texts`; all without texts. Exits where a text is in none."""
+    known = list(names)
+    for text in texts:
+        if not any(text in name for name in known):
+            sys.exit(f"{text!r} is in none of: {'; '.join(known)}")
+    return [name for name in known if not texts or any(text in name for text in texts)]
+
+
+def checked_peers(problem: Problem, ours: Tensor, peers: Sequence[str]) -> dict[str, Call]:
+    """Those of `peers` that run here and compute the same as ours; says which do not."""
     found = {}
     for name, plan in problem.peers().items():
+        if name not in peers:
+            continue
         try:
             call = plan()
             error = float((call().float() - ours.float()).norm() / ours.float().norm())
@@ -285,12 +303,14 @@ def checked_peers(problem: Problem, ours: Tensor) -> dict[str, Call]:
     return found
 
 
-def rows_of(heads: Heads, batch: Batch, rate: float, repeats: int) -> list[BenchmarkRow]:
+def rows_of(
+    heads: Heads, batch: Batch, rate: float, repeats: int, peers: Sequence[str]
+) -> list[BenchmarkRow]:
     """One row a peer and one for the floor; nothing has a bar."""
     case = f"{heads.name}, {batch.name}"
     problem = Problem(heads, batch)
     ours_call = problem.planned(TritonBackend())
-    calls = {"ours": ours_call, **checked_peers(problem, ours_call())}
+    calls = {"ours": ours_call, **checked_peers(problem, ours_call(), peers)}
     times = replay_us(calls, repeats)
     ours = times.pop("ours")
     times["floor"] = heads.flops(batch) / rate
@@ -305,20 +325,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path, help="write the result file here")
     parser.add_argument("--repeats", type=int, default=11, help="replays of each graph")
+    for option, names in (("heads", HEADS_BY_NAME), ("batches", BATCHES_BY_NAME), ("peers", PEERS)):
+        accepted = "; ".join(names)
+        parser.add_argument(f"--{option}", nargs="+", default=[], metavar="TEXT", help=accepted)
     options = parser.parse_args()
+    heads_names = named(options.heads, HEADS_BY_NAME)
+    batch_names = named(options.batches, BATCHES_BY_NAME)
+    peers = named(options.peers, PEERS)
     if not torch.cuda.is_available():
         sys.exit("this benchmark needs a CUDA GPU")
     rate = matmul_rate()
     rows = [BenchmarkRow("bf16 matmul, TFLOP/s", rate / 1e6, 0.0, 0.0, None, True)]
-    for heads in HEADS:
-        for batch in BATCHES:
+    for heads in map(HEADS_BY_NAME.__getitem__, heads_names):
+        for batch in map(BATCHES_BY_NAME.__getitem__, batch_names):
             torch.manual_seed(0)
-            found = rows_of(heads, batch, rate, options.repeats)
+            found = rows_of(heads, batch, rate, options.repeats, peers)
             for row in found:
                 print(f"{row.case}: {row.ours:.1f} / {row.peer:.1f} = {row.ratio:.3f}", flush=True)
             rows += found
             if options.json:
-                # After every shape: a run that is cut off keeps what it has.
                 write_report(options.json, "extend", rows)
 
 

@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import uvloop
+
 from benchmarks.clusters import open_channel
 from kvbraid.v1 import coordinator_pb2, coordinator_pb2_grpc, generation_pb2
 
@@ -82,7 +84,7 @@ def run_streams(
 
     address: gRPC of the coordinator. max_draft_tokens: of each request; None: the worker's choice.
     """
-    return asyncio.run(_run(address, prompts, max_tokens, max_draft_tokens))
+    return uvloop.run(_run(address, prompts, max_tokens, max_draft_tokens))
 
 
 async def _run(
@@ -117,7 +119,10 @@ async def _stream(
     async for response in stub.Generate(request, timeout=_TIMEOUT_S):
         chunk = response.chunk
         tokens += chunk.token_ids
-        num_steps += bool(chunk.token_ids)
         if chunk.num_draft_tokens:
+            num_steps += 1
             windows.append((chunk.num_draft_tokens, chunk.num_accepted_tokens))
+        else:
+            # A token a step, but a message may bring those of several.
+            num_steps += len(chunk.token_ids)
     return Stream(tuple(tokens), tuple(windows), num_steps)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from kvbraid.errors import DeadlineError
 
@@ -25,6 +28,22 @@ class Deadline:
         if left <= 0:
             raise self.error()
         return left
+
+    @asynccontextmanager
+    async def limit(self) -> AsyncIterator[None]:
+        """Inside, what waits for the client waits no longer than this. Raises DeadlineError then.
+
+        A client that does not read would otherwise keep its request, and what is promised to it on
+        the workers, for as long as it likes.
+        """
+        timeout = asyncio.timeout(self.end_s - time.monotonic())
+        try:
+            async with timeout:
+                yield
+        except TimeoutError as error:
+            if not timeout.expired():
+                raise
+            raise self.error() from error
 
     def error(self) -> DeadlineError:
         """What its passing is reported as."""

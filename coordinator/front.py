@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from coordinator.completion import CompletionDelta
@@ -13,7 +13,7 @@ from coordinator.deadline import Deadline
 from coordinator.intake import Intake, RequestDraft
 from coordinator.merging import merge
 from coordinator.pipeline import Pipeline
-from kvbraid.errors import KVBraidError
+from kvbraid.errors import InvalidRequestError, KVBraidError
 from kvbraid.request import GenerateRequest
 from kvbraid.telemetry.context import bind_request_id
 from kvbraid.telemetry.metrics import RequestMetrics
@@ -32,16 +32,32 @@ class Front:
         self._pipeline = pipeline
         self._metrics = metrics
 
-    async def admit(self, draft: RequestDraft, api: str) -> GenerateRequest:
-        """`Intake.admit`, with refusals counted."""
+    async def admit(self, drafts: Sequence[RequestDraft], api: str) -> list[GenerateRequest]:
+        """`Intake.admit` of what a client asks for at once, with refusals counted.
+
+        Raises InvalidRequestError also for more completions than could run or wait if there were
+        no other client: "come back later" would be wrong for ever.
+        """
         try:
-            request = await self.intake.admit(draft)
+            requests = [await self.intake.admit(draft) for draft in drafts]
+            self._check_places(requests)
         except KVBraidError as error:
             self._metrics.requests_total.labels(api=api, outcome=error.reason.lower()).inc()
             raise
-        self._metrics.prompt_length_tokens.observe(len(request.prompt_ids))
-        self._metrics.prompt_tokens_total.inc(len(request.prompt_ids))
-        return request
+        for request in requests:
+            self._metrics.prompt_length_tokens.observe(len(request.prompt_ids))
+            self._metrics.prompt_tokens_total.inc(len(request.prompt_ids))
+        return requests
+
+    def _check_places(self, requests: Sequence[GenerateRequest]) -> None:
+        num_completions = sum(request.sampling.n for request in requests)
+        num_places = self._pipeline.num_places()
+        if num_completions > num_places:
+            raise InvalidRequestError(
+                f"n is {requests[0].sampling.n}, times {len(requests)} prompts: {num_completions} "
+                f"completions; accepted: up to {num_places}, what decode workers run and let wait",
+                field="n",
+            )
 
     async def run(
         self, request: GenerateRequest, deadline: Deadline, api: str

@@ -72,4 +72,5 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
     except web.HTTPException as error:
         message = f"{request.method} {request.path}: {error.reason}"
         body = error_body(message, error.status, param=None, code=error.reason.lower())
-        return web.json_response(body, status=error.status)
+        allowed = {name: value for name, value in error.headers.items() if name == "Allow"}
+        return web.json_response(body, status=error.status, headers=allowed)

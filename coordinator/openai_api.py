@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 import uuid
@@ -28,7 +29,7 @@ from coordinator.openai_response import (
     usage_json,
 )
 from coordinator.registry import Pool, Registry
-from kvbraid.errors import KVBraidError
+from kvbraid.errors import InvalidRequestError, KVBraidError
 from kvbraid.request import GenerateRequest, Usage
 from kvbraid.rpc.admission import Admission
 from kvbraid.tokenizer import Tokenizer
@@ -36,6 +37,8 @@ from kvbraid.validation import validate_names
 
 _API = "http"
 _REQUEST_ID_HEADER = "X-Request-Id"
+# A stream that ends with an error has this long to tell its client so.
+_LAST_EVENT_S = 5.0
 
 
 class OpenAIApi:
@@ -73,7 +76,7 @@ class OpenAIApi:
     async def chat_completions(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/chat/completions."""
         request_id = _request_id(http)
-        parsed = parse_chat(parse_body(await http.read()), request_id=request_id)
+        parsed = parse_chat(parse_body(await _body(http)), request_id=request_id)
         shape = ChatShape(request_id, self._front.intake.model_name, self._tokenizer)
         return await self._answer(http, request_id, parsed, shape)
 
@@ -81,7 +84,7 @@ class OpenAIApi:
         """POST /v1/completions."""
         request_id = _request_id(http)
         parsed = parse_completion(
-            parse_body(await http.read()),
+            parse_body(await _body(http)),
             request_id=request_id,
             max_prompts=self._settings.max_prompts_per_request,
         )
@@ -115,12 +118,12 @@ class OpenAIApi:
     ) -> web.StreamResponse:
         with self._admission.admitted(http.path):
             deadline = Deadline(self._settings.request_timeout_seconds)
-            requests = [await self._front.admit(draft, _API) for draft in parsed.drafts]
+            requests = await self._front.admit(parsed.drafts, _API)
             headers = {_REQUEST_ID_HEADER: request_id} if request_id.isascii() else {}
             choices = [Choice(index) for index in range(sum(r.sampling.n for r in requests))]
             async with aclosing(self._run(requests, deadline)) as deltas:
                 if parsed.stream:
-                    stream = _EventStream(http, headers)
+                    stream = _EventStream(http, headers, deadline)
                     try:
                         return await _stream(stream, deltas, choices, requests, parsed, shape)
                     except ConnectionResetError:
@@ -148,8 +151,9 @@ class _EventStream:
     """Server-sent events. Nothing is sent before the first one, so that an error until then still
     gets its own status code."""
 
-    def __init__(self, http: web.Request, headers: dict[str, str]) -> None:
+    def __init__(self, http: web.Request, headers: dict[str, str], deadline: Deadline) -> None:
         self._http = http
+        self._deadline = deadline
         self._headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers}
         self._response: web.StreamResponse | None = None
 
@@ -159,13 +163,19 @@ class _EventStream:
         return self._response is not None
 
     async def send(self, value: Json | str) -> None:
-        """Writes one event; waits while the client does not read."""
+        """Writes one event; waits while the client does not read. Raises DeadlineError when that
+        takes too long."""
+        async with self._deadline.limit():
+            await self._write(value)
+
+    async def _write(self, value: Json | str) -> None:
         if self._response is None:
             self._response = web.StreamResponse(headers=self._headers)
             self._response.content_type = "text/event-stream"
             self._response.charset = "utf-8"
             await self._response.prepare(self._http)
-        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        # ASCII: some clients end lines at U+2028 and U+0085 too, in the middle of a text.
+        text = value if isinstance(value, str) else json.dumps(value)
         await self._response.write(f"data: {text}\n\n".encode())
 
     def abandoned(self) -> web.StreamResponse:
@@ -174,9 +184,23 @@ class _EventStream:
         return self._response
 
     async def end(self) -> web.StreamResponse:
-        """Ends the body."""
+        """Ends the body. Raises DeadlineError like `send`."""
         assert self._response is not None
-        await self._response.write_eof()
+        async with self._deadline.limit():
+            await self._response.write_eof()
+        return self._response
+
+    async def fail(self, error: KVBraidError) -> web.StreamResponse:
+        """Ends the body with `error` and without [DONE], as the status is sent already. A client
+        that does not take even that loses its connection."""
+        assert self._response is not None
+        try:
+            async with asyncio.timeout(_LAST_EVENT_S):
+                await self._write(error_json(error))
+                await self._response.write_eof()
+        except TimeoutError:
+            if self._http.transport is not None:
+                self._http.transport.abort()
         return self._response
 
 
@@ -197,16 +221,16 @@ async def _stream(
                 await _send(stream, shape.opening(delta.index), parsed)
             await _send(stream, shape.chunk(choice, delta), parsed)
             choice.note_finish(delta)
+        if parsed.include_usage:
+            await stream.send(shape.usage_chunk(usage_json(_usages(choices, requests))))
+        await stream.send("[DONE]")
+        return await stream.end()
     except KVBraidError as error:
         if not stream.is_open:
             raise
-        # The status is sent already: the stream ends with the error and without [DONE].
-        await stream.send(error_json(error))
-        return await stream.end()
-    if parsed.include_usage:
-        await stream.send(shape.usage_chunk(usage_json(_usages(choices, requests))))
-    await stream.send("[DONE]")
-    return await stream.end()
+        # The workers first: the client may take its time.
+        await deltas.aclose()
+        return await stream.fail(error)
 
 
 async def _send(stream: _EventStream, chunk: Json | None, parsed: OpenAIRequest) -> None:
@@ -226,6 +250,14 @@ def _usages(choices: Sequence[Choice], requests: Sequence[GenerateRequest]) -> l
     n = requests[0].sampling.n
     usages = [choice.usage for choice in choices if choice.usage is not None]
     return [usages[start : start + n] for start in range(0, len(usages), n)]
+
+
+async def _body(http: web.Request) -> bytes:
+    """Raises InvalidRequestError where the body is not encoded as its headers say."""
+    try:
+        return await http.read()
+    except web.RequestPayloadError as error:
+        raise InvalidRequestError(f"the body cannot be read: {error}") from error
 
 
 def _request_id(http: web.Request) -> str:

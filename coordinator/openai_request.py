@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 from coordinator.intake import Prompt, RequestDraft
 from kvbraid.errors import InvalidRequestError
 from kvbraid.request import ChatMessage, SamplingParams
+from kvbraid.validation import MAX_LOGIT_BIASES, check_count
 
 _IGNORED = (
     "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
@@ -274,12 +275,14 @@ def _logit_bias(fields: _Fields) -> dict[int, float]:
         return {}
     if not isinstance(value, dict):
         fields.refuse("logit_bias", value, "an object of token id: bias")
-    biases = _Fields(value)
+    # Before each is looked at, which for a large body would take seconds.
+    check_count("logit_bias", len(value), MAX_LOGIT_BIASES)
+    biases = _Fields({f"logit_bias[{key}]": bias for key, bias in value.items()})
     found: dict[int, float] = {}
     for key in value:
         if not key.isascii() or not key.isdigit() or len(key) > 10:
             fields.refuse("logit_bias", key, "token ids as keys")
-        found[int(key)] = biases.number(key, 0.0)
+        found[int(key)] = biases.number(f"logit_bias[{key}]", 0.0)
     return found
 
 

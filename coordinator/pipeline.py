@@ -43,6 +43,10 @@ class Pipeline:
         self._metrics = metrics
         self._incarnation = incarnation
 
+    def num_places(self) -> int:
+        """See Router."""
+        return self._router.num_places()
+
     async def run(
         self, request: GenerateRequest, index: int, deadline: Deadline
     ) -> AsyncGenerator[CompletionDelta]:

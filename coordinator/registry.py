@@ -8,6 +8,7 @@ import enum
 import logging
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 from coordinator.clients import InfoClient
@@ -117,6 +118,8 @@ class Registry:
         self._metrics = metrics
         self._workers: dict[tuple[Pool, str], Worker] = {}
         self._followers: dict[tuple[Pool, str], list[asyncio.Task[None]]] = {}
+        # Entries of the configuration that stand for a worker now; it goes with the last of them.
+        self._num_entries: Counter[tuple[Pool, str]] = Counter()
         self._tasks: list[asyncio.Task[None]] = []
         self._changed = asyncio.Event()
 
@@ -193,6 +196,9 @@ class Registry:
         return f"no {pool.value} worker is up: {', '.join(states) or 'none is configured'}"
 
     def _add(self, pool: Pool, address: str) -> None:
+        self._num_entries[pool, address] += 1
+        if (pool, address) in self._workers:
+            return
         worker = Worker(pool, address)
         client = self._make_client(address)
         self._workers[pool, address] = worker
@@ -242,12 +248,13 @@ class Registry:
             try:
                 addresses = await _resolve(host, port)
                 failure = ""
-            except OSError as error:
+            except (OSError, UnicodeError) as error:  # UnicodeError: a name that can be nobody's
                 addresses = mine
                 if str(error) != failure:
                     failure = str(error)
                     logger.warning("cannot resolve %s: %s", host, failure)
-            for address in addresses - mine:
+            # The first decode worker's weights decide, so every coordinator needs the same order.
+            for address in sorted(addresses - mine):
                 self._add(pool, address)
             for address in mine - addresses:
                 await self._remove(pool, address)
@@ -255,6 +262,9 @@ class Registry:
             await asyncio.sleep(_DNS_REFRESH_S if mine else _RECONNECT_S)
 
     async def _remove(self, pool: Pool, address: str) -> None:
+        self._num_entries[pool, address] -= 1
+        if self._num_entries[pool, address]:
+            return
         await _cancel(self._followers.pop((pool, address)))
         del self._workers[pool, address]
         self._note_change()
@@ -291,7 +301,7 @@ class Registry:
 
 
 async def _resolve(host: str, port: int) -> set[str]:
-    """Raises OSError for a name without addresses."""
+    """Raises OSError for a name without addresses, UnicodeError for what is no name."""
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return {join_address(str(entry[4][0]), port) for entry in found}
 

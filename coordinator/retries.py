@@ -28,6 +28,7 @@ RETRYABLE = (UnavailableError, LeaseLostError, DataLossError, OverloadedError)
 """A new attempt can help: the worker, the lease or the rows are gone, not the request wrong."""
 
 _FIRST_BACKOFF_S = 0.02
+_MOST_DOUBLINGS = 5  # to 0.64 s
 
 
 class Retries:
@@ -39,6 +40,7 @@ class Retries:
         self._registry = registry
         self._settings = settings
         self._metrics = metrics
+        self._num_tried = 0
         self._num_failed = 0
         self._broken_since_s: float | None = None
         self.failed_workers: list[Worker] = []
@@ -63,9 +65,15 @@ class Retries:
     ) -> None:
         """Takes a RETRYABLE failure; raises it when no further attempt is to be made.
 
-        Without a placement there was no worker to try, so waiting has not helped already.
+        Without a placement there was no worker to try, so waiting has not helped already. A refusal
+        for want of room is no attempt while a completion that broke may still wait for room: when a
+        worker goes down, all that ran there asks the others at once.
         """
-        self._num_failed += 1
+        is_new = not completion.emitted
+        is_refusal = isinstance(error, OverloadedError) and not is_new
+        self._num_tried += 1
+        if not is_refusal or self.recovery_s() <= 0:
+            self._num_failed += 1
         if placement is None or self._num_failed >= self._settings.max_attempts:
             raise error
         blames_prefill = legs is not None and legs.blames_prefill
@@ -78,7 +86,6 @@ class Retries:
             # Rows did not get from one to the other. Both may be well: another pair is tried.
             self.broken_handoffs.append((placement.prefill, placement.decode))
             self.failed_workers.append(placement.decode)
-        is_new = not completion.emitted
         if isinstance(error, OverloadedError) and is_new and not self._has_other(worker.pool):
             raise error
         if self._broken_since_s is None:
@@ -89,13 +96,13 @@ class Retries:
         logger.warning(
             "an attempt failed: %s",
             error,
-            extra={"attempt": self._num_failed - 1, "num_emitted": len(completion.emitted)},
+            extra={"attempt": self._num_tried - 1, "num_emitted": len(completion.emitted)},
         )
 
     async def back_off(self, deadline: Deadline) -> None:
         """Waits a moment before the next attempt, longer each time; never past the deadline."""
-        pause = _FIRST_BACKOFF_S * 2 ** (self._num_failed - 1) * random.uniform(0.5, 1.5)
-        await asyncio.sleep(min(pause, deadline.remaining()))
+        pause = _FIRST_BACKOFF_S * 2 ** min(self._num_tried - 1, _MOST_DOUBLINGS)
+        await asyncio.sleep(min(pause * random.uniform(0.5, 1.5), deadline.remaining()))
 
     def _has_other(self, pool: Pool) -> bool:
         return any(worker not in self.failed_workers for worker in self._registry.up(pool))

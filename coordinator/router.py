@@ -77,6 +77,13 @@ class Router:
         self._index = PrefixIndex(settings.prefix_index_blocks)
         self._said: set[str] = set()
 
+    def num_places(self) -> int:
+        """Completions that could run or wait on the decode workers if there were no others, those
+        that are away for a moment included."""
+        workers = self._registry.workers(Pool.DECODE)
+        known = [worker for worker in workers if worker.info is not None and worker.is_compatible]
+        return sum(self._num_places_of(worker) for worker in known)
+
     def place(
         self,
         request: GenerateRequest,
@@ -139,8 +146,11 @@ class Router:
         return max(free, key=lambda worker: (_room(worker), -worker.num_in_flight))
 
     def _has_queue_room(self, worker: Worker) -> bool:
+        return worker.num_in_flight < self._num_places_of(worker)
+
+    def _num_places_of(self, worker: Worker) -> int:
         slots = worker.info.max_num_seqs if worker.info else 0
-        return worker.num_in_flight < slots + self._settings.max_queued_requests
+        return slots + self._settings.max_queued_requests
 
     def _best_cached(self, workers: list[Worker], hashes: Sequence[bytes]) -> Worker | None:
         """The worker with the longest known prefix, unless it is busier than its share."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -32,9 +32,9 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self._front = front
         self._request_timeout_s = request_timeout_s
 
-    async def Generate(
+    async def Generate(  # type: ignore[override] # writes to the context itself, which grpc takes too
         self, request: coordinator_pb2.GenerateRequest, context: Context
-    ) -> AsyncIterator[coordinator_pb2.GenerateResponse]:
+    ) -> None:
         """See coordinator.proto."""
         deadline = Deadline(remaining_seconds(context, self._request_timeout_s))
         draft = RequestDraft(
@@ -44,10 +44,12 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             model=request.model,
             cache_salt=request.cache_salt,
         )
-        admitted = await self._front.admit(draft, _API)
+        (admitted,) = await self._front.admit([draft], _API)
         async with aclosing(self._front.run(admitted, deadline, _API)) as deltas:
             async for delta in deltas:
-                yield _response(admitted.request_id, delta)
+                response = _response(admitted.request_id, delta)
+                async with deadline.limit():
+                    await context.write(response)
 
 
 class CoordinatorInfo(info_pb2_grpc.InfoServiceServicer):

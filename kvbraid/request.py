@@ -81,9 +81,10 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class TokenChunk:
-    """Tokens of one engine step of one sequence; `finish_reason` is set on the last.
+    """Tokens of one engine step of one sequence, or of several that were not told apart;
+    `finish_reason` is set on the last.
 
-    num_drafts: draft tokens that the step verified; num_accepted: of them, how many came true.
+    num_drafts: draft tokens that were verified; num_accepted: of them, how many came true.
     """
 
     token_ids: tuple[int, ...]
@@ -91,6 +92,16 @@ class TokenChunk:
     finish_reason: FinishReason | None = None
     num_drafts: int = 0
     num_accepted: int = 0
+
+    def followed_by(self, later: TokenChunk) -> TokenChunk:
+        """This one, which is not the last, and the next of its sequence as one."""
+        return TokenChunk(
+            self.token_ids + later.token_ids,
+            self.logprobs + later.logprobs,
+            later.finish_reason,
+            self.num_drafts + later.num_drafts,
+            self.num_accepted + later.num_accepted,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,6 +11,7 @@ from kvbraid.errors import InvalidRequestError
 from kvbraid.request import SamplingParams
 
 MAX_SEED = 2**64 - 1
+MAX_TOP_K = 2**31 - 1
 MAX_TOP_LOGPROBS = 20
 MAX_DRAFT_TOKENS = 64
 MAX_COMPLETIONS = 16
@@ -39,15 +41,16 @@ def validate_sampling(sampling: SamplingParams, vocab_size: int) -> None:
     That min_tokens fits into max_tokens is `validate_prompt`'s: a worker's max_tokens counts only
     its own attempt.
     """
-    _check_range("temperature", sampling.temperature, 0.0, 2.0)
+    _check_real("temperature", sampling.temperature, 0.0, 2.0)
     _check_positive("top_p", sampling.top_p, 1.0)
-    _check_range("min_p", sampling.min_p, 0.0, 1.0)
-    _check_range("presence_penalty", sampling.presence_penalty, -2.0, 2.0)
-    _check_range("frequency_penalty", sampling.frequency_penalty, -2.0, 2.0)
+    _check_real("min_p", sampling.min_p, 0.0, 1.0)
+    _check_real("presence_penalty", sampling.presence_penalty, -2.0, 2.0)
+    _check_real("frequency_penalty", sampling.frequency_penalty, -2.0, 2.0)
     # Smaller ones would multiply logits beyond float32.
-    _check_range("repetition_penalty", sampling.repetition_penalty, 0.01, 10.0)
-    if sampling.top_k is not None and sampling.top_k < 1:
-        raise _refusal("top_k", sampling.top_k, "at least 1, or unset to keep all tokens")
+    _check_real("repetition_penalty", sampling.repetition_penalty, 0.01, 10.0)
+    if sampling.top_k is not None and not 1 <= sampling.top_k <= MAX_TOP_K:
+        accepted = f"at least 1, up to {MAX_TOP_K}, or unset to keep all tokens"
+        raise _refusal("top_k", sampling.top_k, accepted)
     if sampling.seed is not None:
         _check_range("seed", sampling.seed, 0, MAX_SEED)
     if sampling.top_logprobs is not None:
@@ -60,12 +63,12 @@ def validate_sampling(sampling: SamplingParams, vocab_size: int) -> None:
     if sampling.min_tokens < 0:
         raise _refusal("min_tokens", sampling.min_tokens, "at least 0")
     _check_stops(sampling.stop)
-    _check_count("stop_token_ids", len(sampling.stop_token_ids), MAX_STOP_TOKEN_IDS)
+    check_count("stop_token_ids", len(sampling.stop_token_ids), MAX_STOP_TOKEN_IDS)
     check_token_ids(sampling.stop_token_ids, vocab_size, field="stop_token_ids")
-    _check_count("logit_bias", len(sampling.logit_bias), MAX_LOGIT_BIASES)
+    check_count("logit_bias", len(sampling.logit_bias), MAX_LOGIT_BIASES)
     check_token_ids(tuple(sampling.logit_bias), vocab_size, field="logit_bias")
     for token_id, bias in sampling.logit_bias.items():
-        _check_range(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
+        _check_real(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, *, field: str = "token_ids") -> None:
@@ -74,6 +77,14 @@ def check_token_ids(token_ids: Sequence[int], vocab_size: int, *, field: str = "
         index = next(i for i, t in enumerate(token_ids) if not 0 <= t < vocab_size)
         accepted = f"token ids 0 to {vocab_size - 1}"
         raise _refusal(f"{field}[{index}]", token_ids[index], accepted, field=field)
+
+
+def check_count(field: str, count: int, most: int) -> None:
+    """Raises InvalidRequestError for more than `most` entries."""
+    if count > most:
+        raise InvalidRequestError(
+            f"{field} has {count} entries; accepted: at most {most}", field=field
+        )
 
 
 def validate_prompt(
@@ -120,18 +131,11 @@ def validate_names(request_id: str, cache_salt: str) -> None:
 
 
 def _check_stops(stops: Sequence[str]) -> None:
-    _check_count("stop", len(stops), MAX_STOP_STRINGS)
+    check_count("stop", len(stops), MAX_STOP_STRINGS)
     for stop in stops:
         if not 1 <= len(stop) <= MAX_STOP_CHARS:
             accepted = f"1 to {MAX_STOP_CHARS} characters each"
             raise _refusal("stop", stop[:MAX_STOP_CHARS], accepted)
-
-
-def _check_count(field: str, count: int, most: int) -> None:
-    if count > most:
-        raise InvalidRequestError(
-            f"{field} has {count} entries; accepted: at most {most}", field=field
-        )
 
 
 def _check_range(field: str, value: float, low: float, high: float) -> None:
@@ -139,9 +143,21 @@ def _check_range(field: str, value: float, low: float, high: float) -> None:
         raise _refusal(field, value, f"{low} to {high}")
 
 
+def _check_real(field: str, value: float, low: float, high: float) -> None:
+    """Compares what workers will get: a bound that float32 has not, as 0.01, is accepted too."""
+    if not _as_sent(low) <= _as_sent(value) <= _as_sent(high):
+        raise _refusal(field, value, f"{low} to {high}")
+
+
 def _check_positive(field: str, value: float, high: float) -> None:
-    if not (value > 0.0 and value <= high and math.isfinite(value)):
+    sent = _as_sent(value)
+    if not (sent > 0.0 and sent <= high and math.isfinite(sent)):
         raise _refusal(field, value, f"above 0, up to {high}")
+
+
+def _as_sent(value: float) -> float:
+    """`value` as messages carry it: as float32."""
+    return ctypes.c_float(value).value
 
 
 def _refusal(

@@ -11,11 +11,12 @@ import torch
 
 from attention.backends import triton_kernels
 from attention.backends.device_plan import BLOCK_KEYS, SplitLimits
-from attention.backends.triton_tuning import FP8_IN_FLOAT32, LaunchShape, launch_shape
+from attention.backends.triton_tuning import FP8_IN_FLOAT32, LaunchShape, fitted, launch_shape
 from attention.rows import DecodeBounds, DecodeRows
 
 # What the interpreter, which has no SMs, splits for.
 _INTERPRETED_SMS = 4
+_INTERPRETED_SHARED_MEMORY = 227 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +59,7 @@ class DecodeLaunch:
     def _choose(self, form: KeyForm) -> LaunchShape:
         if form.kv_dtype.itemsize == 1 and form.dtype.itemsize > 2:
             return FP8_IN_FLOAT32
-        return launch_shape(
+        shape = launch_shape(
             is_mla=form.is_mla,
             rows=self.rows.window * self.group_size,
             keys=self.rows.num_keys,
@@ -68,6 +69,7 @@ class DecodeLaunch:
             has_gluon=self._has_gluon(form),
             has_wide=self._has_wide(form),
         )
+        return fitted(shape, shared_memory(self.device))
 
     def limits(self, shape: LaunchShape) -> SplitLimits:
         """What this shape asks of the plan."""
@@ -139,6 +141,15 @@ def num_sms(device: torch.device) -> int:
     if device.type == "cpu":
         return _INTERPRETED_SMS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@lru_cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that Triton lets a program have; as on Hopper in the interpreter."""
+    if device.type == "cpu":
+        return _INTERPRETED_SHARED_MEMORY
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return triton_kernels.max_shared_memory(index)
 
 
 @lru_cache

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attention import accelerator
 from attention.backends.base import DecodeCall, DecodeKernel, ExtendKernel, ReservedDecode
 from attention.backends.scratch import Scratch
 from attention.interface import MLAGeometry
@@ -56,8 +57,9 @@ class TritonBackend:
                 f"KV dtype {needs.kv_dtype} is neither the model dtype {needs.dtype} nor "
                 f"{torch.float8_e4m3fn}"
             )
-        if needs.page_size > MAX_PAGE_SIZE:
-            reasons.append(f"page_size {needs.page_size} is above {MAX_PAGE_SIZE}")
+        # Extend is given rows that are out of their pages and scales already.
+        if needs.operations - {"extend"}:
+            reasons += _pool_refusals(needs)
         return reasons + _width_refusals(needs)
 
     def plan_decode(
@@ -110,6 +112,20 @@ class TritonBackend:
             deterministic=self._deterministic,
             device=device,
         )
+
+
+def _pool_refusals(needs: AttentionNeeds) -> list[str]:
+    """Pools that the decode kernels cannot read."""
+    reasons = []
+    is_e4m3, found = needs.kv_dtype == torch.float8_e4m3fn, accelerator.current_accelerator()
+    if is_e4m3 and found is not None and not accelerator.converts_e4m3(found):
+        reasons.append(
+            f"GPU {found.architecture} has no instructions for {needs.kv_dtype}; sm89 and newer "
+            "have"
+        )
+    if needs.page_size > MAX_PAGE_SIZE:
+        reasons.append(f"page_size {needs.page_size} is above {MAX_PAGE_SIZE}")
+    return reasons
 
 
 def _width_refusals(needs: AttentionNeeds) -> list[str]:

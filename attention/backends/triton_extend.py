@@ -135,7 +135,8 @@ class TritonExtendKernel:
             if prefix_key is not None and prefix_value is not None:
                 key, value = (x[launch.prefix, read] for x in (prefix_key, prefix_value))
                 prefix = ExtendKeys(unit_stride(key), unit_stride(value), None)
-            self._launch(plan, i, layer, prefix)
+            # Prefixes may all be of sequences without a chunk: a descriptor of no rows is an error.
+            self._launch(plan, i, layer, prefix if len(prefix.key) else chunk)
         self._merge(plan, layer)
         return out
 

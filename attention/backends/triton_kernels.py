@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.runtime import driver
 
 # Fields of a piece and of a worker's record, see split_plan.
 _PIECE = tl.constexpr(5)
@@ -23,6 +24,11 @@ _LN2 = tl.constexpr(0.6931471805599453)
 # Smaller scales of values count as this one, 2 ** _LEAST_BIAS.
 _LEAST_SCALE = tl.constexpr(2.0**-100)
 _LEAST_BIAS = tl.constexpr(-100.0)
+
+
+def max_shared_memory(device_index: int) -> int:
+    """Bytes above which Triton refuses to launch a program on this GPU."""
+    return driver.active.utils.get_device_properties(device_index)["max_shared_mem"]
 
 
 @triton.jit

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +61,24 @@ def launch_shape(
     if not is_mla:
         return _gqa_shape(rows, dim)
     return _gluon_shape(rows, keys, has_wide) if has_gluon else _mla_shape(rows)
+
+
+# What the shapes below need in shared memory, and what they need in three stages: as Triton 3.9
+# compiles them, 113 KiB (8-bit latents, 32 rows) and 76 KiB on NVIDIA, 108 and 72 KiB on AMD.
+_SHARED_MEMORY = 120 << 10
+_SHARED_MEMORY_OF_FEW_STAGES = 96 << 10
+
+
+def fitted(shape: LaunchShape, shared_memory: int) -> LaunchShape:
+    """`shape` for a GPU whose programs have so many bytes of shared memory: fewer stages where it
+    has 99 KiB (sm86, sm89, sm120), few rows too where it has 64 (AMD before gfx950). Not measured.
+    """
+    if shared_memory >= _SHARED_MEMORY:
+        return shape
+    fewer = replace(shape, num_stages=min(3, shape.num_stages))
+    if shared_memory >= _SHARED_MEMORY_OF_FEW_STAGES:
+        return fewer
+    return replace(fewer, block_rows=16)
 
 
 # Below this a block of 64 rows has too few tiles a program for two warpgroups to take turns.

@@ -62,7 +62,7 @@ def pack_pieces(
     _, first, heads = home_of(head, HEAD_STARTS, SIZE)
     piece = row * 0
     for rank in tl.static_range(1, SIZE):
-        rows = num_tokens * (HEAD_STARTS[rank] - HEAD_STARTS[rank - 1])
+        rows = num_tokens.to(tl.int64) * (HEAD_STARTS[rank] - HEAD_STARTS[rank - 1])
         before = whole_piece(rows * (ROW_ELEMENTS + LSE_ELEMENTS), ALIGNMENT)
         piece = tl.where(head >= HEAD_STARTS[rank], piece + before, piece)
     place = token * heads + head - first

@@ -16,6 +16,8 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 _TIMEOUT_S = 3.0
+# Else http_proxy would be asked for this container's own address.
+_OPTIONS = (("grpc.enable_http_proxy", 0),)
 
 
 def main() -> int:
@@ -30,7 +32,7 @@ def main() -> int:
         sys.stderr.write(f"{address} serves over TLS: set health_port for this check\n")
         return 1
     try:
-        with grpc.insecure_channel(address) as channel:
+        with grpc.insecure_channel(address, options=_OPTIONS) as channel:
             stub = health_pb2_grpc.HealthStub(channel)
             answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=_TIMEOUT_S)
     except grpc.RpcError as error:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
 
 import torch
 
@@ -71,7 +73,18 @@ def _needs(kind: str, operation: str, dcp_size: int, device: str) -> AttentionNe
 
 def _cell(needs: AttentionNeeds, backend: str) -> str:
     try:
-        choice = choose(needs, backend=backend)
+        if backend == "auto":
+            return _taken(replace(needs, operations=frozenset(OPERATIONS)))
+        choose(needs, backend=backend)
     except UnsupportedCombination as refusal:
         return refusal.reasons[0].removeprefix(f"backend {backend}: ")
-    return choice.backend.name if backend == "auto" else "ok"
+    return "ok"
+
+
+def _taken(needs: AttentionNeeds) -> str:
+    """As a worker takes it whose settings are all "auto": one backend for all operations, on a GPU
+    one whose decode can be captured in graphs wherever there is one."""
+    if needs.device == "cuda":
+        with suppress(UnsupportedCombination):
+            return choose(replace(needs, cuda_graphs=True)).backend.name
+    return choose(needs).backend.name

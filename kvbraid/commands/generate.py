@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from kvbraid.commands.generation import generate, read_prompt_ids
 from kvbraid.commands.tls_flags import add_tls_arguments, tls_of
-from kvbraid.v1 import coordinator_pb2, generation_pb2
+from kvbraid.errors import InvalidRequestError
+from kvbraid.v1 import coordinator_pb2
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens")
 
@@ -35,19 +38,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def build_request(arguments: argparse.Namespace) -> coordinator_pb2.GenerateRequest:
-    """The request the flags describe. Raises InvalidRequestError for an unreadable ids file."""
-    given = {name: getattr(arguments, name) for name in _SAMPLING if hasattr(arguments, name)}
-    sampling = generation_pb2.SamplingParams(
-        **given, stop=arguments.stop, ignore_eos=arguments.ignore_eos
-    )
-    request = coordinator_pb2.GenerateRequest(sampling=sampling)
+    """The request the flags describe.
+
+    Raises InvalidRequestError for an unreadable ids file, numbers that no request has room for and
+    text that is not UTF-8. Ranges are the coordinator's to check.
+    """
+    request = coordinator_pb2.GenerateRequest()
+    request.sampling.ignore_eos = arguments.ignore_eos
+    for name in _SAMPLING:
+        if hasattr(arguments, name):
+            with _named(name, getattr(arguments, name)):
+                setattr(request.sampling, name, getattr(arguments, name))
+    with _named("stop", arguments.stop):
+        request.sampling.stop.extend(arguments.stop)
     if arguments.prompt is not None:
-        request.prompt = arguments.prompt
+        with _named("prompt", arguments.prompt):
+            request.prompt = arguments.prompt
     elif arguments.chat is not None:
-        request.chat.messages.add(role="user", content=arguments.chat)
+        with _named("chat", arguments.chat):
+            request.chat.messages.add(role="user", content=arguments.chat)
     else:
-        request.prompt_ids.ids.extend(read_prompt_ids(arguments.prompt_ids))
+        with _named("prompt_ids", arguments.prompt_ids):
+            request.prompt_ids.ids.extend(read_prompt_ids(arguments.prompt_ids))
     return request
+
+
+@contextmanager
+def _named(name: str, value: object) -> Iterator[None]:
+    """What protobuf does not take inside the block becomes an error that names it."""
+    try:
+        yield
+    except ValueError as error:  # UnicodeEncodeError too
+        raise InvalidRequestError(f"{name} is {value!r:.80}: {error}", field=name) from error
 
 
 def run(arguments: argparse.Namespace) -> int:

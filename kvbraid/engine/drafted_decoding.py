@@ -70,13 +70,14 @@ class _Told:
 @dataclass(slots=True)
 class _Round:
     """What was asked for the step that is being planned. draft_s: all that drafting delays it
-    by."""
+    by. width: of the windows that the policy wants."""
 
     began_s: float = 0.0
     told: dict[int, _Told] = field(default_factory=dict)
     num_asked: int = 0
     num_drafting: int = 0
     draft_s: float = 0.0
+    width: int = 1
     reason: PlainReason | None = None
 
 
@@ -195,7 +196,7 @@ class DraftedDecoding:
     ) -> None:
         self._ask(decoding, told, plan, asked)
         asked.draft_s = time.monotonic() - asked.began_s
-        width = self.policy.width(
+        asked.width = self.policy.width(
             plan,
             [t.number for t in told],
             limits=limits,
@@ -204,7 +205,7 @@ class DraftedDecoding:
             draft_seconds=asked.draft_s,
         )
         for sequence in decoding:
-            sequence.drafts = sequence.drafts[: width - 1]
+            sequence.drafts = sequence.drafts[: asked.width - 1]
 
     def verified(self, plan: StepPlan, tokens: Mapping[int, Seq[int]], seconds: float) -> None:
         """See Speculation."""
@@ -216,7 +217,10 @@ class DraftedDecoding:
             self._planning.quiet_step_ran(len(plan.decodes), has_prompt_rows=has_prompt_rows)
             return
         told = [asked.told[d.slot] for d in plan.decodes]
-        num_accepted = [max(0, len(tokens.get(d.slot, ())) - 1) for d in plan.decodes]
+        num_accepted = [
+            _num_accepted(tokens.get(d.slot, ()), t.stops)
+            for d, t in zip(plan.decodes, told, strict=True)
+        ]
         num_verified = [len(d.drafts) for d in plan.decodes]
         # Behind an accepted token that ends the generation there is nothing to agree about.
         num_judged = [
@@ -241,6 +245,9 @@ class DraftedDecoding:
             for t, n, a in zip(told, num_verified, num_accepted, strict=True)
             if t.num_proposed
         ]
+        if num_unverified := sum(window.num_verified == 0 for window in self._report.windows):
+            reason = "no_room" if asked.width > 1 else "not_worthwhile"
+            self._report.plain[reason] += num_unverified
         self._report.tap_s = self._rows.take_tap_seconds()
         self._report.draft_s, self._report.verify_s = asked.draft_s, seconds
         self._planning.ran(outcome, self._report, asked.began_s)
@@ -316,3 +323,10 @@ class DraftedDecoding:
             self._report.plain["no_proposal"] += 1
         told.num_proposed, told.confidences = len(drafts), proposal.confidences[: len(drafts)]
         sequence.drafts = drafts
+
+
+def _num_accepted(tokens: Seq[int], stops: Collection[int]) -> int:
+    """Drafts among a window's tokens that are emitted: none behind one that ends the sequence."""
+    drafts = tokens[:-1]
+    up_to_stops = (number for number, token_id in enumerate(drafts, 1) if token_id in stops)
+    return next(up_to_stops, len(drafts))

@@ -251,7 +251,8 @@ class Engine:
             logprobs=output.logprobs.get(sequence.slot, ())[:num_new],
             finish_reason=reason,
             num_drafts=num_drafts,
-            num_accepted=len(output.tokens[sequence.slot]) - 1,
+            # Drafts behind a token that ends the sequence came true for nobody.
+            num_accepted=min(len(output.tokens[sequence.slot]) - 1, num_new),
         )
         if reason is not None:
             self._finish(sequence)

@@ -247,8 +247,7 @@ class Scheduler:
 
     def _schedule_decodes(self) -> list[Sequence]:
         decodes: list[Sequence] = []
-        # Every sequence that decodes gets its one token; drafts have what is left.
-        room = self.limits.max_num_batched_tokens - sum(s.can_decode for s in self._active)
+        room = self._room_for_drafts()
         for sequence in list(self._active):
             if not sequence.can_decode:
                 continue
@@ -260,6 +259,19 @@ class Scheduler:
             if sequence.status is Status.RUNNING:
                 decodes.append(sequence)
         return decodes
+
+    def _room_for_drafts(self) -> int:
+        """Every sequence that decodes gets its one token. Drafts have what is left, or half of it
+        where prompts want it too: guesses in every step would keep these waiting for ever."""
+        room = self.limits.max_num_batched_tokens - sum(s.can_decode for s in self._active)
+        return room // 2 if self._has_prompts else room
+
+    @property
+    def _has_prompts(self) -> bool:
+        """Whether the next step may compute prompts."""
+        if any(s.status is Status.RUNNING and not s.can_decode for s in self._active):
+            return True
+        return bool(self._waiting and self._free_slots) and not self._waiting[0].awaits_rows
 
     def _num_verifiable(self, sequence: Sequence, room: int) -> int:
         """Drafts that can come true before a limit ends the generation; the token behind them is

@@ -33,6 +33,8 @@ def channel_options(settings: ServerSettings) -> list[tuple[str, int | str]]:
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 1000),
         ("grpc.max_reconnect_backoff_ms", 1000),
+        # http_proxy and https_proxy are for the world outside; gRPC would take them for 127.0.0.1.
+        ("grpc.enable_http_proxy", 0),
         # A retry must get a new attempt number, so only the coordinator may make one.
         ("grpc.enable_retries", 0),
         # Pools of one process must not share a connection: one's load would delay another's pings.

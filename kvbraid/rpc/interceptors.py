@@ -20,7 +20,7 @@ from google.protobuf.message import DecodeError
 
 from kvbraid.errors import InvalidRequestError, KVBraidError
 from kvbraid.rpc.admission import Admission
-from kvbraid.rpc.status import DETAILS_KEY, status_code, status_details
+from kvbraid.rpc.status import DETAILS_KEY, status_code, status_details, status_message
 from kvbraid.telemetry.context import bind_request_id
 from kvbraid.telemetry.metrics import RpcMetrics
 
@@ -110,9 +110,12 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
     async def _fail(self, context: Context, error: KVBraidError) -> None:
         code = status_code(error)
         self._metrics.errors_total.labels(code=code.name, reason=error.reason).inc()
-        await context.abort(
-            code, str(error), trailing_metadata=((DETAILS_KEY, status_details(error)),)
-        )
+        trailers = ((DETAILS_KEY, status_details(error)),)
+        try:
+            await context.abort(code, status_message(error), trailing_metadata=trailers)
+        except grpc.aio.InternalError as failure:
+            # Its status waits behind answers that the client does not read, and now it has gone.
+            raise asyncio.CancelledError from failure
 
 
 def _parsed(parse: Callable[[bytes], Any], data: bytes, method: str) -> Any:

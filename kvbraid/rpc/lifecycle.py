@@ -18,9 +18,12 @@ import sys
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
+import uvloop
+
 from kvbraid.errors import StartupError
 from kvbraid.rpc.certificates import check_tls, unfit_for_calls
 from kvbraid.rpc.parent import die_with_parent
+from kvbraid.rpc.ready import check_ready_file
 from kvbraid.rpc.server import RpcServer
 from kvbraid.settings import ServerSettings, load_settings
 from kvbraid.telemetry.logging import configure_logging
@@ -59,10 +62,12 @@ def run_service(
         config = load_settings(config_class, argv, role=role)
         configure_logging(role=role, level=config.server.log_level)
         die_with_parent(config.server.parent_pid)
+        check_ready_file(config.server.ready_file)
         check_tls(config.server.tls)
         if fault := unfit_for_calls(config.server.tls):
             logger.warning("called processes that ask for a certificate refuse this one: %s", fault)
-        return asyncio.run(serve(config))
+        # Messages of streams are most of what a service's loop does; this one needs less for each.
+        return uvloop.run(serve(config))
     except StartupError as error:
         sys.stderr.write(f"kvbraid {role}: {error}\n")
         return EXIT_STARTUP_REFUSED

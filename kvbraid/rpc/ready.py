@@ -7,6 +7,8 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from kvbraid.errors import ConfigError
+
 
 @dataclass(frozen=True, slots=True)
 class ReadyReport:
@@ -27,6 +29,13 @@ class ReadyReport:
     def to_json(self) -> str:
         """One line."""
         return json.dumps(asdict(self))
+
+
+def check_ready_file(path: str) -> None:
+    """Raises ConfigError where `path` could never be written: better now than after loading."""
+    folder = Path(path).parent
+    if path and not folder.is_dir():
+        raise ConfigError(f"ready_file is {path}, accepted: a file in a folder that exists")
 
 
 def write_ready(path: str | Path, report: ReadyReport) -> None:

@@ -18,6 +18,10 @@ from kvbraid.errors import InvalidRequestError, KVBraidError, OverloadedError
 DOMAIN = "kvbraid"
 DETAILS_KEY = "grpc-status-details-bin"
 
+# gRPC refuses trailers of more than 8 KiB, and with them the status. The message is in them twice:
+# with up to 3 characters a byte, and in the details with 4 for 3 bytes.
+_MAX_MESSAGE_BYTES = 1600
+
 _BY_REASON: dict[str, type[KVBraidError]] = {
     cls.reason: cls
     for cls in vars(errors).values()
@@ -33,13 +37,23 @@ def status_code(error: KVBraidError) -> grpc.StatusCode:
     return grpc.StatusCode[error.grpc_code]
 
 
+def status_message(error: KVBraidError) -> str:
+    """The text of `error`; the end is left out where it would not fit into a status, as a value
+    that came from the client might not."""
+    encoded = str(error).encode(errors="replace")
+    if len(encoded) <= _MAX_MESSAGE_BYTES:
+        return encoded.decode()
+    return encoded[:_MAX_MESSAGE_BYTES].decode(errors="ignore") + "..."
+
+
 def status_details(error: KVBraidError) -> bytes:
     """The serialised google.rpc.Status of `error`, the value of the trailer DETAILS_KEY."""
     info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN)
     if isinstance(error, InvalidRequestError) and error.field:
         info.metadata["field"] = error.field
     number, _ = status_code(error).value
-    status = status_pb2.Status(code=number, message=str(error), details=[_packed(info)])
+    message = status_message(error)
+    status = status_pb2.Status(code=number, message=message, details=[_packed(info)])
     if isinstance(error, OverloadedError):
         delay = Duration()
         delay.FromNanoseconds(round(error.retry_after_s * 1e9))

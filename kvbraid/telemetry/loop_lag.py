@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 
 INTERVAL_S = 0.05
@@ -15,8 +16,8 @@ async def sample_loop_lag(
 
     Usage: `asyncio.create_task(sample_loop_lag(metrics.process.loop_lag_seconds.observe))`.
     """
-    loop = asyncio.get_running_loop()
     while True:
-        due = loop.time() + interval_s
+        # Not the loop's own clock: uvloop reads it once a turn, in whole milliseconds.
+        due = time.monotonic() + interval_s
         await asyncio.sleep(interval_s)
-        observe(max(0.0, loop.time() - due))
+        observe(max(0.0, time.monotonic() - due))

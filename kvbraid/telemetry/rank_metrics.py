@@ -23,6 +23,8 @@ from kvbraid.telemetry.buckets import EXCHANGE_BUCKETS, LAG_BUCKETS
 logger = logging.getLogger(__name__)
 
 _FETCH_TIMEOUT_S = 1.0
+# Past http_proxy, which is for the world outside.
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class RankMetrics:
@@ -87,7 +89,7 @@ class AllRanks(Collector):
     def _fetch(self, rank: int) -> list[Metric] | None:
         url = f"http://{self._others[rank]}/metrics"
         try:
-            with urllib.request.urlopen(url, timeout=_FETCH_TIMEOUT_S) as response:
+            with _DIRECT.open(url, timeout=_FETCH_TIMEOUT_S) as response:
                 families = list(text_string_to_metric_families(response.read().decode()))
         except (OSError, ValueError) as error:
             if rank not in self._lost:

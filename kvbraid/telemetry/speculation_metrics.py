@@ -70,7 +70,8 @@ class SpeculationMetrics:
                 "refused: it answered an error; bad_ids: it drafted ids outside the vocabulary, "
                 "more than asked for, or impossible confidences, which were cut off; no_proposal: "
                 "it had none; not_worthwhile: verifying would have cost more than it gains; "
-                "no_room: no pages for a window, or no place in the message to the drafter.",
+                "no_room: no pages for a window, or no place in the message to the drafter or in "
+                "its context.",
                 ["reason"], registry=registry,
             ),
             reason=DRAFT_FALLBACK_REASONS,

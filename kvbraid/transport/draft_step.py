@@ -185,10 +185,23 @@ def _check_values(columns: Columns, next_ids: Sequence[int], terms: DraftTerms) 
         check_span(first, num, terms.max_position)
     check_drafted_ids("next_token_ids", next_ids, terms.vocab_size)
     check_drafted_ids("anchor_ids", columns["anchor_ids"], terms.vocab_size)
+    _check_anchors(columns, next_ids)
     for temperature in columns["temperatures"]:
         if not (math.isfinite(temperature) and temperature >= 0):
             raise InvalidRequestError(
                 f"a temperature is {temperature}, accepted: 0 or more", field="temperatures"
+            )
+
+
+def _check_anchors(columns: Columns, next_ids: Sequence[int]) -> None:
+    """Of a sequence with rows the newest token is told twice; a drafter takes no contradiction."""
+    num_rows = columns["num_rows"]
+    for anchor, num, end in zip(columns["anchor_ids"], num_rows, accumulate(num_rows), strict=True):
+        if num and anchor != next_ids[end - 1]:
+            raise InvalidRequestError(
+                f"anchor_ids has {anchor}, accepted: {next_ids[end - 1]}, the token after the "
+                "last row",
+                field="anchor_ids",
             )
 
 

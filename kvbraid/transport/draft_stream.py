@@ -96,9 +96,11 @@ class UnansweredSteps:
             step.resolve(answered)
 
     def end(self) -> None:
-        """No answer will come any more."""
-        while self._steps:
-            self._steps.popitem()[1].resolve(None)
+        """No answer will come any more. More than one thread may find that out at a time."""
+        for step_id in list(self._steps):
+            step = self._steps.pop(step_id, None)
+            if step is not None:
+                step.resolve(None)
 
 
 def open_request(key: str, transfer_id: bytes, end_position: int) -> pb.DraftRequest:

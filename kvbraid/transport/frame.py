@@ -73,6 +73,12 @@ def encode_head(header: FrameHeader, positions: NDArray[np.int32], payload: Buff
     return fields + _CHECKSUM.pack(_digest(fields, position_bytes, payload)) + position_bytes
 
 
+def largest_payload(message_bytes: int) -> int:
+    """Bytes of rows that a frame in a message of `message_bytes` has room for. A position has 4
+    bytes in the frame's head and at least 64 in its payload."""
+    return max(0, message_bytes - HEADER_BYTES) * 16 // 17
+
+
 def decode_head(data: Buffer) -> FrameHead:
     """Header and positions at the start of `data`; a view, no copy.
 

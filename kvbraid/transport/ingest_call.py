@@ -26,6 +26,7 @@ class IngestChunk:
     """Rows on their way, packed."""
 
     request: pb.IngestRequest
+    num_rows: int
     num_bytes: int
 
 
@@ -50,7 +51,8 @@ def ingest_chunks(
             starts_cold=starts_cold and begin == 0,
         )
         carrier.pack([part], request.rows)
-        chunks.append(IngestChunk(request, part.shape[0] * row_format.row_bytes))
+        num_rows = part.shape[0]
+        chunks.append(IngestChunk(request, num_rows, num_rows * row_format.row_bytes))
     return chunks
 
 

@@ -37,13 +37,17 @@ Gather = Callable[[bytes, range, range, NDArray[np.int32]], memoryview | bytes]
 
 # Frames of one lane that wait for the network.
 _LANE_FRAMES = 8
+# A transfer begins when its prompt is queued and may wait as long as its request may, which is
+# bounded where that is known: whoever asked for the prompt cancels it.
+_LONGEST_S = 24 * 3600.0
 
 
 class KvSender:
     """Transfers that leave one rank.
 
     channels: the channel to an address; its owner closes it. max_outbox_bytes: payload that may
-    wait for the network, over all transfers. timeout_s: no transfer lasts longer.
+    wait for the network, over all transfers. max_frame_bytes: payload of a frame, whatever its slot
+    has room for. timeout_s: no transfer lasts longer.
     Methods are for the engine thread, `start` and `stop` for the I/O loop.
     """
 
@@ -54,11 +58,13 @@ class KvSender:
         channels: ChannelFactory,
         mover_choice: MoverChoice = "auto",
         max_outbox_bytes: int = 32 << 20,
-        timeout_s: float = 600.0,
+        max_frame_bytes: int = 1 << 31,
+        timeout_s: float = _LONGEST_S,
     ) -> None:
         self._rank = rank
         self._choice: MoverChoice = mover_choice
         self._max_outbox_bytes = max_outbox_bytes
+        self._max_frame_bytes = max_frame_bytes
         self._timeout_s = timeout_s
         self._host_id = host_id()
         self._movers: dict[str, Mover] = {
@@ -101,7 +107,7 @@ class KvSender:
             raise ValueError(f"runs of rank {foreign[0]} given to the sender of rank {self._rank}")
         failure: KVBraidError | None = None
         try:
-            lanes = _lanes(grant, runs, num_layers, row_bytes)
+            lanes = _lanes(grant, runs, num_layers, row_bytes, self._max_frame_bytes)
         except IncompatibleError as error:
             lanes, failure = [], error
         transfer = OutboundTransfer(grant, row_bytes, lanes)
@@ -269,10 +275,12 @@ class KvSender:
         lane.num_rows_sent += frame.header.num_rows
 
 
-def _lanes(grant: Grant, runs: Sequence[RowRun], num_layers: int, row_bytes: int) -> list[Lane]:
+def _lanes(
+    grant: Grant, runs: Sequence[RowRun], num_layers: int, row_bytes: int, max_frame_bytes: int
+) -> list[Lane]:
     cursors: dict[int, list[RunCursor]] = {}
     for run in runs:
-        slot_bytes = grant.endpoints[run.dst_rank].slot_bytes
-        cursor = RunCursor(run, num_layers, row_bytes, slot_bytes)
+        frame_bytes = min(grant.endpoints[run.dst_rank].slot_bytes, max_frame_bytes)
+        cursor = RunCursor(run, num_layers, row_bytes, frame_bytes)
         cursors.setdefault(run.dst_rank, []).append(cursor)
     return [Lane(grant.endpoints[rank], found) for rank, found in sorted(cursors.items())]

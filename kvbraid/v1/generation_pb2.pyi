@@ -308,7 +308,7 @@ Global___Usage: _TypeAlias = Usage  # noqa: Y015
 
 @_typing.final
 class TokenChunk(_message.Message):
-    """Tokens of one engine step of one sequence."""
+    """Tokens of one engine step of one sequence; of several plain steps where they waited to be sent."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

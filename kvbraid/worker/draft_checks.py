@@ -15,12 +15,14 @@ CountFallback = Callable[[str], None]
 
 def within_terms(tasks: Sequence[DraftTask], terms: DraftTerms) -> list[DraftTask | None]:
     """For each task what of it goes into one step: itself, its first rows only (and then nothing
-    is wanted), or None where there is no room."""
+    is wanted), or None where there is no room, in the step or in the drafter's context: a step that
+    asks for more ends the stream, and so the drafts of all others."""
     num_rows = terms.max_rows_per_message
     parts: list[DraftTask | None] = []
     for index, task in enumerate(tasks):
         num = len(task.next_token_ids)
-        if index >= terms.max_sequences or (num > 0 and num_rows == 0):
+        has_place = index < terms.max_sequences and task.anchor_position <= terms.max_position
+        if not has_place or (num > 0 and num_rows == 0):
             parts.append(None)
             continue
         parts.append(task if num <= num_rows else _first_rows(task, num_rows))

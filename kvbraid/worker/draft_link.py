@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
+import time
 from collections.abc import Callable
 
 from kvbraid.errors import KVBraidError
@@ -18,6 +20,8 @@ logger = logging.getLogger(__name__)
 _HANDSHAKE_S = 5.0
 _FIRST_RETRY_S = 0.1
 _MAX_RETRY_S = 5.0
+# A stream that ends sooner, say by the first step, has changed nothing: pauses go on growing.
+_LASTING_S = 5.0
 
 
 class DraftLink:
@@ -58,29 +62,36 @@ class DraftLink:
             self._task = None
 
     async def _run(self) -> None:
-        pause_s = self._first_retry_s
-        last_reason = ""
+        pause_s, last_reason = self._first_retry_s, ""
         while True:
-            try:
-                stream = await open_draft_stream(
-                    self._channels(self._address),
-                    self._address,
-                    self._peer,
-                    self._wire,
-                    timeout_s=_HANDSHAKE_S,
-                )
-                logger.info("drafts come from %s by %s", self._address, stream.wire)
+            reason, lasted_s = await self._until_lost()
+            if lasted_s >= _LASTING_S:
                 pause_s, last_reason = self._first_retry_s, ""
-                await self._use(stream)
-                reason = "the draft service drains"
-            except KVBraidError as error:
-                reason = str(error)
             if reason != last_reason:
                 logger.warning("no drafts, decoding plainly: %s", reason)
                 last_reason = reason
             # Workers that lost the same service must not all come back at once.
             await asyncio.sleep(pause_s * random.uniform(0.75, 1.25))
             pause_s = min(2 * pause_s, max(_MAX_RETRY_S, self._first_retry_s))
+
+    async def _until_lost(self) -> tuple[str, float]:
+        """Why there is no stream any more, and for how many seconds there was one."""
+        opened_s = math.inf
+        try:
+            stream = await open_draft_stream(
+                self._channels(self._address),
+                self._address,
+                self._peer,
+                self._wire,
+                timeout_s=_HANDSHAKE_S,
+            )
+            logger.info("drafts come from %s by %s", self._address, stream.wire)
+            opened_s = time.monotonic()
+            await self._use(stream)
+            reason = "the draft service drains"
+        except KVBraidError as error:
+            reason = str(error)
+        return reason, max(0.0, time.monotonic() - opened_s)
 
     async def _use(self, stream: DraftStream) -> None:
         """Until the service says goodbye; raises the KVBraidError that ends the stream."""

@@ -15,8 +15,10 @@ import torch
 logger = logging.getLogger(__name__)
 
 # Where a model computes on all cores, event loops that move its rows and tokens must still get
-# their turn at once. Threads that the engine thread starts for its products inherit it.
-_COMPUTE_NICENESS = 5
+# their turn at once. So much nicer than they are: the process itself may be nice already. Threads
+# that the engine thread starts for its products inherit it.
+_MORE_NICENESS = 5
+_MOST_NICENESS = 19
 
 
 class EngineFailedError(Exception):
@@ -64,7 +66,7 @@ class EngineThread:
                 # The current device is each thread's own, and kernels are launched on it.
                 torch.cuda.set_device(self._device)
             elif self._device.type == "cpu":
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _COMPUTE_NICENESS)
+                _yield_to_others()
             self._body()
         except Exception as error:
             logger.exception("the engine stopped")
@@ -76,3 +78,10 @@ class EngineThread:
         self.finished.set_result(None)
         if reason:
             self.failure.set_result(reason)
+
+
+def _yield_to_others() -> None:
+    """Make this thread nicer. Never less nice, which only privileged processes may do."""
+    thread = threading.get_native_id()
+    niceness = os.getpriority(os.PRIO_PROCESS, thread) + _MORE_NICENESS
+    os.setpriority(os.PRIO_PROCESS, thread, min(niceness, _MOST_NICENESS))

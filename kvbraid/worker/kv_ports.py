@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
+from kvbraid.errors import ConfigError
 from kvbraid.rpc.channels import ChannelPool
 from kvbraid.rpc.server import RpcServer
 from kvbraid.settings import ServerSettings, TransferSettings
+from kvbraid.transport.frame import largest_payload
 from kvbraid.transport.grant import RankEndpoint
 from kvbraid.transport.grants import GrantTable
 from kvbraid.transport.push_service import SERVICE_NAME, push_handlers
@@ -27,9 +29,15 @@ class KvPorts:
         transfer: TransferSettings,
         server: ServerSettings,
     ) -> None:
+        """Raises ConfigError where a slot is larger than what comes in one message."""
+        slot_bytes, most = transfer.staging_slot_bytes, largest_payload(server.max_message_bytes)
+        if transfer.kv_mover != "shared_memory" and slot_bytes > most:
+            raise ConfigError(
+                f"staging_slot_bytes is {slot_bytes}, accepted with max_message_bytes "
+                f"{server.max_message_bytes}: up to {most}, so that a frame fits into a message"
+            )
         if rank == 0:
             remove_stale_rings()
-        slot_bytes = transfer.staging_slot_bytes
         memory = SharedMemory(slot_bytes) if transfer.kv_mover != "grpc_push" else None
         self._ring = StagingRing(transfer.staging_slots, slot_bytes, memory)
         self._channels = ChannelPool(server)
@@ -37,7 +45,10 @@ class KvPorts:
             grants=GrantTable(rank=rank, incarnation=incarnation), ring=self._ring
         )
         self.sender = KvSender(
-            rank=rank, channels=self._channels.channel, mover_choice=transfer.kv_mover
+            rank=rank,
+            channels=self._channels.channel,
+            mover_choice=transfer.kv_mover,
+            max_frame_bytes=most,
         )
 
     def add_to(self, server: RpcServer) -> None:

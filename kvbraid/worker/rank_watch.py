@@ -32,14 +32,24 @@ async def follow_ranks(metrics: WorkerMetrics, own_address: str, group: Group) -
     metrics.all_ranks.follow({rank: a for rank, a in addresses.items() if rank > 0})
 
 
+def rank_endpoint(metrics: WorkerMetrics, server: ServerSettings, rank: int) -> MetricsEndpoint:
+    """Of a rank above 0, at metrics_port + rank or any port. Raises StartupError when the port is
+    taken."""
+    port = server.metrics_port and server.metrics_port + rank
+    return MetricsEndpoint(metrics.rank.registry, host=server.host, port=port)
+
+
 @asynccontextmanager
 async def served_rank(
-    metrics: WorkerMetrics, server: ServerSettings, rank: int, group: Group, device: torch.device
+    endpoint: MetricsEndpoint,
+    metrics: WorkerMetrics,
+    server: ServerSettings,
+    group: Group,
+    device: torch.device,
 ) -> AsyncIterator[None]:
-    """On a rank above 0: its own endpoint, at metrics_port + rank or any port, which rank 0 is
-    told. A collective with `follow_ranks`. Raises OSError when the port is taken."""
-    port = server.metrics_port and server.metrics_port + rank
-    with MetricsEndpoint(metrics.rank.registry, host=server.host, port=port) as endpoint:
+    """On a rank above 0: inside the block rank 0 knows its endpoint, which is closed afterwards.
+    A collective with `follow_ranks`."""
+    with endpoint:
         address = join_address(server.reachable_host, endpoint.port)
         await asyncio.to_thread(gather_addresses, address, group)
         watching = asyncio.create_task(watch_rank(metrics, device))

@@ -136,9 +136,9 @@ class RemoteDrafting:
 
     def open_grant(self, key: str, end_position: int) -> DraftGrant | None:
         """Permission for a prefill worker to push the rows [0, end_position) of the new sequence
-        `key`; None while the service is away."""
+        `key`; None while the service is away, and for more than its context."""
         stream = self._stream
-        if stream is None or self.is_away:
+        if stream is None or self.is_away or end_position > stream.terms.max_position:
             return None
         grant = DraftGrant(
             address=stream.terms.address or self._address,
@@ -159,8 +159,10 @@ class RemoteDrafting:
             return self._failed(tasks, "timeout")
         parts = within_terms(tasks, stream.terms)
         sent = [part for part in parts if part is not None]
+        num_rows = sum(len(part.next_token_ids) for part in sent)
         began = self._clock()
         step = self._last_step = self._ended.begin_step(stream, sent)
+        self._metrics.unacknowledged_rows.set(num_rows)
         if not step.wait(timeout_s):
             return self._failed(tasks, "timeout")
         answered = step.answered
@@ -170,7 +172,8 @@ class RemoteDrafting:
         wire_s = self._clock() - began - answered.compute_s
         self._draft_seconds.observe(answered.compute_s)
         self._wire_seconds.observe(max(0.0, wire_s))
-        self._metrics.sent_rows_total.inc(sum(len(part.next_token_ids) for part in sent))
+        self._metrics.sent_rows_total.inc(num_rows)
+        self._metrics.unacknowledged_rows.set(0)
         return self._answers(tasks, parts, answered, stream.terms.epoch)
 
     def _answers(

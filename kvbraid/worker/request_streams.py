@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -16,15 +17,22 @@ from kvbraid.engine.engine import Engine
 from kvbraid.engine.events import EngineEvent, PromptSent, RequestFailed, TokensReady
 from kvbraid.engine.sequence import EngineRequest, SequenceKey
 from kvbraid.errors import InvalidRequestError, KVBraidError, UnavailableError
+from kvbraid.request import FinishReason
 
 T = TypeVar("T")
 
 
 class EventStream:
-    """Events of one sequence in order; ends after the last one."""
+    """Events of one sequence in order; ends after the last one.
+
+    Tokens that nobody has taken yet are one event: whoever cannot send a message for every step
+    sends fewer and longer ones, and does not fall behind further. Only those of plain steps: what
+    a step verified is told by itself.
+    """
 
     def __init__(self) -> None:
-        self._events: asyncio.Queue[EngineEvent] = asyncio.Queue()
+        self._events: deque[EngineEvent] = deque()
+        self._has_events = asyncio.Event()
         self.is_finished = False
         self.has_failed = False
         """Whether an error was put, which no event after it reaches anybody."""
@@ -32,11 +40,18 @@ class EventStream:
     def put(self, event: EngineEvent) -> None:
         """From the event loop."""
         self.has_failed |= isinstance(event, RequestFailed)
-        self._events.put_nowait(event)
+        if self._events and (joined := _joined(self._events[-1], event)) is not None:
+            self._events[-1] = joined
+        else:
+            self._events.append(event)
+        self._has_events.set()
 
     async def next(self) -> EngineEvent:
         """The next event. Raises the sequence's error when it failed."""
-        event = await self._events.get()
+        while not self._events:
+            self._has_events.clear()
+            await self._has_events.wait()
+        event = self._events.popleft()
         if isinstance(event, RequestFailed):
             self.is_finished = True
             raise event.error
@@ -49,6 +64,17 @@ class EventStream:
     async def __aiter__(self) -> AsyncIterator[EngineEvent]:
         while not self.is_finished:
             yield await self.next()
+
+
+def _joined(earlier: EngineEvent, later: EngineEvent) -> TokensReady | None:
+    """Both as one event; None where they must be told apart."""
+    if not isinstance(earlier, TokensReady) or not isinstance(later, TokensReady):
+        return None
+    if earlier.chunk.num_drafts or later.chunk.num_drafts:
+        return None
+    if later.chunk.finish_reason is FinishReason.ABORT:  # which says nothing of earlier tokens
+        return None
+    return replace(later, chunk=earlier.chunk.followed_by(later.chunk))
 
 
 class RequestStreams:

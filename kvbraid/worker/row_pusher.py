@@ -141,6 +141,9 @@ class RowPusher:
             return
         for chunk in chunks:
             prompt.chunks.put_nowait(chunk)
+        num_rows = sum(chunk.num_rows for chunk in chunks if chunk is not None)
+        prompt.num_rows += num_rows
+        self._metrics.unacknowledged_rows.inc(num_rows)
 
     def _give_up(self, prompt: _Prompt) -> None:
         if prompt.task is not None:
@@ -149,6 +152,7 @@ class RowPusher:
     def _ended(self, prompt: _Prompt, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         self._release(prompt.take_all())
+        self._metrics.unacknowledged_rows.dec(prompt.num_rows)
         error = prompt.failure
         if not task.cancelled() and task.exception() is not None:
             found = task.exception()
@@ -184,11 +188,13 @@ class RowPusher:
 
 
 class _Prompt:
-    """One prompt on its way. failure: set once it cannot get there any more."""
+    """One prompt on its way. num_rows: taken for it so far, known to be with the drafter only once
+    all are. failure: set once it cannot get there any more."""
 
     def __init__(self, grant: DraftGrant) -> None:
         self.grant = grant
         self.chunks: asyncio.Queue[IngestChunk | None] = asyncio.Queue()
+        self.num_rows = 0
         self.failure: KVBraidError | None = None
         self.task: asyncio.Task[None] | None = None
 

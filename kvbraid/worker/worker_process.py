@@ -25,7 +25,7 @@ from kvbraid.worker.engine_thread import EngineFailedError, EngineThread
 from kvbraid.worker.leader import AddServices, lead
 from kvbraid.worker.rank import Rank, WorkerSettings, prepared_rank
 from kvbraid.worker.rank_assembly import num_compute_threads
-from kvbraid.worker.rank_watch import served_rank
+from kvbraid.worker.rank_watch import rank_endpoint, served_rank
 
 logger = logging.getLogger(__name__)
 
@@ -74,10 +74,12 @@ async def _follow(rank: Rank) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         # Rank 0 drains for all ranks; a signal to the whole process group must not cut it short.
         loop.add_signal_handler(number, logger.info, "signal %s is rank 0's to handle", number.name)
+    server = rank.settings.server
     try:
         await rank.server.start()
+        endpoint = rank_endpoint(rank.metrics, server, rank.context.rank)
     except StartupError as error:
-        # Only this rank's port is taken; the others wait for its endpoint.
+        # Only a port of this rank is taken; the others wait for its endpoints.
         rank.heartbeat.end_worker(str(error))
     own = rank.ports.endpoint(rank.server.address)
     await asyncio.to_thread(gather_endpoints, own, rank.control_group)
@@ -89,9 +91,7 @@ async def _follow(rank: Rank) -> int:
             rank.settings.parallel, rank.context.local_world_size, rank.built.device
         ),
     )
-    async with served_rank(
-        rank.metrics, rank.settings.server, rank.context.rank, rank.control_group, rank.built.device
-    ):
+    async with served_rank(endpoint, rank.metrics, server, rank.control_group, rank.built.device):
         settle_heap()
         engine.start()
         await engine.finished

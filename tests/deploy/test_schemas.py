@@ -10,7 +10,18 @@ from typing import Any
 
 import pytest
 
-from tests.deploy.charts import Manifest, all_renders, by_kind, example, pod_templates, render
+from tests.deploy.charts import (
+    CHART,
+    KUBE_VERSION,
+    Manifest,
+    all_renders,
+    by_kind,
+    example,
+    pod_templates,
+    render,
+    run_helm,
+    yaml,
+)
 
 kubernetes_validate = pytest.importorskip("kubernetes_validate")
 jsonschema = pytest.importorskip("jsonschema")
@@ -68,6 +79,28 @@ def test_kubernetes_takes_them(version: str) -> None:
     for manifests in all_renders().values():
         for manifest in built_in(manifests):
             kubernetes_validate.validate(manifest, version, strict=True)
+
+
+@pytest.mark.parametrize("file", ["laptop-cpu", "dcp16-two-nodes"])
+def test_names_that_look_like_numbers_stay_names(file: str) -> None:
+    """Helm and Kubernetes allow them; the API server takes no number where text belongs."""
+    classes = {"priority_class_name": "1000", "runtime_class_name": "7"}
+    values = {
+        "decode": {**classes, "exclusive_topology_key": "12"},
+        "model_volume": {"kind": "pvc", "storage_class": "8", "claim_name": ""},
+    }
+    path, names = str(example(file)), ("123", "--namespace", "2024")
+    versions = ("--kube-version", KUBE_VERSION)
+    arguments = ("template", *names, str(CHART), *versions, "--values", path)
+    code, out, err = run_helm("helm4", *arguments, values=values)
+    assert code == 0, err
+    manifests = [manifest for manifest in yaml.safe_load_all(out) if manifest]
+    assert {manifest["metadata"]["namespace"] for manifest in manifests} == {"2024"}
+    for manifest in built_in(manifests):
+        kubernetes_validate.validate(manifest, VERSIONS[-1], strict=True)
+    for group in by_kind(manifests, "LeaderWorkerSet"):
+        jsonschema.validate(group, LEADER_WORKER_SET)
+        assert set(map(type, group["metadata"]["annotations"].values())) == {str}
 
 
 @pytest.mark.parametrize("version", VERSIONS)

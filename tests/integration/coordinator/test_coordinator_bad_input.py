@@ -66,6 +66,7 @@ BOTH = [
     one("top_p", -0.5, "above 0"),
     one("top_k", 0, "at least 1"),
     one("top_k", -7, "at least 1"),
+    one("top_p", 1e-46, "above 0"),
     one("min_p", -0.25, "0.0 to 1.0"),
     one("min_p", 1.25, "0.0 to 1.0"),
     one("presence_penalty", 3.0, "-2.0 to 2.0"),
@@ -153,6 +154,7 @@ HTTP_ONLY = [
     Bad("n fraction", ("n is 1.5", "whole"), http={"prompt": "hi", "n": 1.5}),
     Bad("max_tokens negative", ("max_tokens", "-4"), http={"prompt": "hi", "max_tokens": -4}),
     Bad("min_tokens negative", ("min_tokens", "-4"), http={"prompt": "hi", "min_tokens": -4}),
+    Bad("top_k too large", ("top_k", "2147483647"), http={"prompt": "hi", "top_k": 1 << 31}),
     Bad("seed too large", ("seed",), http={"prompt": "hi", "seed": 1 << 64}),
     Bad("logprobs too many", ("0 to 20",), http={"prompt": "hi", "logprobs": 21}),
     Bad("stop a number", ("stop", "text"), http={"prompt": "hi", "stop": 5}),
@@ -163,6 +165,14 @@ HTTP_ONLY = [
         http={"prompt": "hi", "stream": True, "stream_options": {"fast": True}},
     ),
     Bad("logit_bias key", ("logit_bias", "'cat'"), http={"prompt": "hi", "logit_bias": {"cat": 1}}),
+    Bad(
+        "logit_bias value", ("logit_bias[7]", "True", "number"),
+        http={"prompt": "hi", "logit_bias": {"7": True}},
+    ),
+    Bad(
+        "too many biases, before each is looked at", ("logit_bias", "4097 entries"),
+        http={"prompt": "hi", "logit_bias": {**dict.fromkeys(map(str, range(4096)), 0), "cat": 1}},
+    ),
     Bad("logit_bias list", ("logit_bias",), http={"prompt": "hi", "logit_bias": [1]}),
     Bad("echo", ("echo", "false"), http={"prompt": "hi", "echo": True}),
     Bad("suffix", ("suffix",), http={"prompt": "hi", "suffix": "end"}),
@@ -257,6 +267,23 @@ async def test_bytes_that_are_no_request(shared_stack: Any, payload: bytes) -> N
     await check_served(shared_stack)
 
 
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        ({"prompt": "hi", "model": "g" * 100_000}, grpc.StatusCode.NOT_FOUND),
+        ({"chat": chat("k" * 100_000, "hi")}, INVALID),
+    ],
+    ids=["model", "role"],
+)
+async def test_a_long_name_is_refused_as_what_it_is(
+    shared_stack: Any, fields: dict[str, Any], code: grpc.StatusCode
+) -> None:
+    """The message repeats it, and gRPC has no room for all of it."""
+    with pytest.raises(grpc.aio.AioRpcError) as failure:
+        await read(shared_stack.stub.Generate(coordinator_pb2.GenerateRequest(**fields), timeout=5))
+    assert failure.value.code() is code
+
+
 async def test_an_oversized_message_is_refused(shared_stack: Any) -> None:
     call = shared_stack.channel.unary_stream("/kvbraid.v1.CoordinatorService/Generate")
     with pytest.raises(grpc.aio.AioRpcError) as failure:
@@ -270,6 +297,22 @@ async def test_an_oversized_body_is_refused(shared_stack: Any) -> None:
     status, answer, _ = await shared_stack.post(COMPLETIONS, bytes(17 << 20))
     assert status == 413
     assert "Too Large" in answer["error"]["message"]
+    await check_served(shared_stack)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [b"Content-Encoding: gzip\r\nContent-Length: 9", b"Transfer-Encoding: chunked"],
+    ids=["no gzip", "no chunks"],
+)
+async def test_a_body_that_is_not_what_its_headers_say(shared_stack: Any, headers: bytes) -> None:
+    host, port = shared_stack.server.http_address.split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+    writer.write(head + headers + b"\r\n\r\nnonsense.")
+    status, _, body = (await reader.read()).partition(b"\r\n")
+    writer.close()
+    assert status.endswith(b" 400 Bad Request"), body
     await check_served(shared_stack)
 
 
@@ -289,6 +332,7 @@ async def test_wrong_paths_are_json_errors_too(
 ) -> None:
     async with shared_stack.http.request(method, path) as response:
         assert response.status == status
+        assert response.headers.get("Allow") == ("POST" if status == 405 else None)
         assert "message" in (await response.json())["error"]
 
 

@@ -258,6 +258,16 @@ async def test_an_overloaded_decode_worker_is_left_for_another(start_stack: Any)
     assert stack.cluster.decode[1].num_calls == 1
 
 
+async def test_a_broken_stream_waits_for_room(start_stack: Any) -> None:
+    """As when a worker goes down and all that ran there asks the only other one."""
+    stack = await start_stack(recovery_seconds=30)
+    worker = stack.cluster.decode[0]
+    worker.faults.append(Fault("token", raising(DataLossError("damaged")), 5))
+    refusals = [Fault("arrived", raising(OverloadedError("full"))) for _ in range(5)]
+    worker.faults.extend(refusals)
+    await check_undisturbed(stack, num_retries={6})
+
+
 async def test_overload_everywhere_says_when_to_come_back(start_stack: Any) -> None:
     stack = await start_stack()
     full = OverloadedError("256 requests wait already", retry_after_s=7)
@@ -269,6 +279,24 @@ async def test_overload_everywhere_says_when_to_come_back(start_stack: Any) -> N
     assert (status, headers["Retry-After"]) == (429, "7")
     assert body["error"]["type"] == "rate_limit_error"
     assert stack.cluster.decode[0].num_calls == 2
+
+
+@pytest.mark.parametrize("is_away", [False, True], ids=["up", "away for a moment"])
+async def test_more_completions_than_could_ever_wait_are_no_overload(
+    start_stack: Any, is_away: bool
+) -> None:
+    """A client that came back later would do so for ever."""
+    cluster = FakeCluster(max_num_seqs=2, num_decode=2)
+    stack = await start_stack(cluster, max_queued_requests=1)
+    if is_away:
+        await cluster.decode[1].die()
+    body = {"prompt": [[5, 6], [7, 8]], "n": 3, "max_tokens": 2, "temperature": 0}
+    status, answer, _ = await stack.post("/v1/completions", {**body, "n": 4})
+    assert (status, answer["error"]["param"]) == (400, "n")
+    assert "n is 4, times 2 prompts: 8 completions; accepted: up to 6" in str(answer)
+    if not is_away:
+        status, answer, _ = await stack.post("/v1/completions", body)
+        assert (status, len(answer["choices"])) == (200, 6)
 
 
 async def test_the_coordinators_own_queue_is_bounded(start_stack: Any) -> None:

@@ -6,6 +6,7 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
+import httpx
 import openai
 import pytest
 import pytest_asyncio
@@ -274,9 +275,23 @@ async def test_a_failure_in_the_middle_ends_the_stream_with_an_error(
         [_ async for _ in stream]
 
 
-async def fail_next(stack: Any, stage: str, after: int) -> None:
+async def test_an_event_is_one_line_for_clients_that_know_more_line_ends(
+    shared_stack: Any,
+) -> None:
+    """httpx ends lines where str.splitlines does, and so do the clients that are made of it."""
+    await fail_next(shared_stack, "token", 1, "no\u2028retry\x85helps")
+    url = f"http://{shared_stack.server.http_address}{COMPLETIONS}"
+    body = {"prompt": [5, 6], "stream": True, **GREEDY}
+    async with httpx.AsyncClient() as http, http.stream("POST", url, json=body) as response:
+        lines = [line async for line in response.aiter_lines() if line]
+    event = json.loads(lines[-1].removeprefix("data: "))
+    assert event["error"]["message"].endswith("no\u2028retry\x85helps")
+    assert len(lines) == 2
+
+
+async def fail_next(stack: Any, stage: str, after: int, message: str = "no retry helps") -> None:
     async def act() -> None:
-        raise InvalidRequestError("no retry helps")
+        raise InvalidRequestError(message)
 
     stack.cluster.decode[0].faults.append(Fault(stage, act, after))
 

@@ -229,6 +229,10 @@ class Target:
     async def away(self) -> None:
         await eventually(lambda: self.drafting.is_away)
 
+    @property
+    def num_unacknowledged(self) -> float | None:
+        return self.registry.get_sample_value("kvbraid_speculation_unacknowledged_rows")
+
     def fallbacks(self, reason: str) -> float:
         name = "kvbraid_speculation_fallbacks_total"
         return self.registry.get_sample_value(name, {"reason": reason}) or 0.0
@@ -278,6 +282,10 @@ class Pusher:
     def failures(self, reason: str) -> float:
         name = "kvbraid_speculation_push_failures_total"
         return self.registry.get_sample_value(name, {"reason": reason}) or 0.0
+
+    @property
+    def num_unacknowledged(self) -> float | None:
+        return self.registry.get_sample_value("kvbraid_speculation_unacknowledged_rows")
 
     @property
     def num_sent(self) -> float:

@@ -160,6 +160,7 @@ MALFORMED = [
     ({"num_rows": [1, 2**32 - 1]}, "accepted: up to 16"),
     ({"next_token_ids": [1, 50, 2]}, "next_token_ids has 50"),
     ({"anchor_ids": [1, 4000000000]}, "anchor_ids has 4000000000"),
+    ({"anchor_ids": [1, 7]}, "anchor_ids has 7, accepted: 2"),
     ({"rows": pb.DraftRows(inline=b"short")}, "rows have 5 bytes"),
     ({"rows": pb.DraftRows()}, "rows have 0 bytes"),
     ({"temperatures": [0.0, float("nan")]}, "temperature is nan"),

@@ -214,6 +214,21 @@ async def test_a_silent_push_ends_with_its_lease(draft: Any, stack: AsyncExitSta
     await assert_refused(Code.DEADLINE_EXCEEDED, "no rows came for 0.1 s", call)
 
 
+async def test_pushed_rows_are_acknowledged_once_the_drafter_has_all_of_a_prompt(
+    service: Any, target: Any, draft: Any
+) -> None:
+    grant = target.drafting.open_grant("a", 5)
+    async with draft.pusher() as pusher:
+        pusher.rows.begin(grant)
+        pusher.rows.push(grant.transfer_id, 0, draft.rows(0, 3), [1, 2, 3])
+        await draft.eventually(lambda: service.proposer.tasks)
+        pusher.rows.push(grant.transfer_id, 3, draft.rows(3, 2), [4, 5])
+        await draft.eventually(lambda: pusher.num_unacknowledged == 5)
+        pusher.rows.finish(grant.transfer_id)
+        await draft.eventually(lambda: pusher.num_unacknowledged == 0)
+        assert pusher.num_sent == 5
+
+
 async def test_the_pusher_cuts_casts_and_sends_what_the_engine_hands_over(
     service: Any, target: Any, draft: Any
 ) -> None:
@@ -262,6 +277,7 @@ async def test_a_push_that_fails_is_counted_and_nothing_else(
         pusher.rows.begin(grant)
         pusher.rows.push(grant.transfer_id, 0, draft.rows(0, 2), [1, 2])
         await draft.eventually(lambda: pusher.failures(reason) == 1)
+        assert pusher.num_unacknowledged == 0
         pusher.rows.push(grant.transfer_id, 2, draft.rows(2, 2), [1, 2])
         pusher.rows.finish(grant.transfer_id)
         pusher.rows.finish(grant.transfer_id)

@@ -73,6 +73,7 @@ async def test_a_late_answer_is_thrown_away_and_the_next_step_is_right(
     assert await target.step(draft.task("a", 0, [1])) == [None]
     assert await target.step(draft.task("a", 0, [1, 2])) == [None], "the first is not answered yet"
     assert target.fallbacks("timeout") == 2
+    assert target.num_unacknowledged == 1, "the first's only row"
     assert len(service.proposer.tasks) == 0
     service.proposer.gate.set()
     answers = [None]
@@ -82,6 +83,7 @@ async def test_a_late_answer_is_thrown_away_and_the_next_step_is_right(
     sent = [task.next_token_ids for task in service.proposer.tasks]
     assert sent[0] == (1,)
     assert (1, 2) not in sent, "a service that lags gets no more work"
+    assert target.num_unacknowledged == 0
 
 
 async def test_a_step_waits_no_longer_than_a_fraction_of_the_engines_step(
@@ -176,6 +178,20 @@ async def test_more_sequences_than_a_step_takes_decode_plainly(target: Any, draf
     answers = await target.step(*tasks)
     assert [answer is None for answer in answers] == [False] * 8 + [True] * 2
     assert target.fallbacks("no_room") == 2
+
+
+async def test_a_sequence_beyond_the_drafters_context_costs_the_others_nothing(
+    target: Any, draft: Any
+) -> None:
+    most = draft.terms.max_position
+    assert target.drafting.open_grant("long", most) is not None
+    assert target.drafting.open_grant("longer", most + 1) is None
+    for number in range(2):
+        near = draft.task("near", number, [1])
+        long = draft.task("long", most - 1 + number, [2], starts_cold=True)
+        answers = await target.step(near, long)
+        assert [answer is None for answer in answers] == [False, number == 1]
+    assert target.fallbacks("no_room") == 1
 
 
 async def test_a_service_that_is_away_is_not_waited_for(draft: Any) -> None:

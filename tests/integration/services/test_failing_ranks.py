@@ -5,11 +5,14 @@ The whole worker ends; its requests go on elsewhere, or their clients get a prop
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import grpc
@@ -121,6 +124,33 @@ async def test_a_rank_that_goes_wrong_costs_no_token(
             assert complaint in cluster.children[lost].log_path.read_text()
             survivors = [r.grpc for n, r in cluster.workers.items() if n != lost]
             await support.leak_free(survivors)
+
+
+async def test_a_port_of_the_second_rank_that_is_taken_ends_the_worker(
+    support, tmp_path: Path
+) -> None:
+    """The first one waits for the second one's endpoints, and must not do so for ever."""
+    with ExitStack() as stack:
+        taken, free = two_ports_in_a_row(stack)
+        free.close()
+        port = taken.getsockname()[1]
+        worker = Child("decode-0", [*DECODE, *TWO_RANKS, f"--metrics-port={port - 1}"], tmp_path)
+        stack.callback(worker.kill)
+
+        async def has_ended() -> bool:
+            return not worker.is_running
+
+        await support.wait_for(has_ended, 60, "the worker ends")
+        assert worker.exit_code == EXIT_FAILED
+        assert f"cannot serve metrics on 127.0.0.1:{port}" in worker.log_path.read_text()
+
+
+def two_ports_in_a_row(stack: ExitStack) -> tuple[socket.socket, socket.socket]:
+    """Listeners on a port and on the one before."""
+    while True:
+        last = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        with contextlib.suppress(OSError):
+            return last, socket.create_server(("127.0.0.1", last.getsockname()[1] - 1))
 
 
 @pytest.mark.parametrize(("lost", "address"), [(0, "127.0.0.1"), (1, IPV6)])

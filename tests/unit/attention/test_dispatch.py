@@ -19,8 +19,11 @@ from attention.dispatch import (
     preferred_backends,
 )
 from attention.interface import GQAGeometry, MLAGeometry
+from attention.kv_rows import has_row_kernels
 from attention.measured_choice import PREFERENCES
 from tests.unit.attention.vendor_doubles.machine import (
+    ADA,
+    AMPERE,
     BLACKWELL,
     HOPPER,
     MI350,
@@ -169,6 +172,40 @@ def test_what_was_measured_faster_gives_way_where_it_does_not_serve(monkeypatch)
     assert choose(needs).backend.name == "triton"
     with pytest.raises(UnsupportedCombination, match=r"dtype torch\.float32 is not one of"):
         choose(needs, backend="flashinfer")
+
+
+@pytest.mark.parametrize(
+    ("gpu", "kind", "expected"),
+    [
+        (AMPERE, "mla", "torch"),
+        (AMPERE, "gqa", "flashinfer"),
+        (ADA, "mla", "triton"),
+        (ADA, "gqa", "triton"),
+        (BLACKWELL, "mla", "triton"),
+        (MI350, "mla", "triton"),
+    ],
+)
+def test_an_fp8_pool_needs_a_gpu_for_which_triton_compiles_it(gpu, kind, expected, monkeypatch):
+    pretend(monkeypatch, gpu)
+    needs = replace(ON_GPU, num_q_heads=16, kv_dtype=torch.float8_e4m3fn)
+    if kind == "gqa":
+        needs = replace(needs, geometry=GQAGeometry(128, 0.1), num_kv_heads=2)
+    assert choose(needs).backend.name == expected
+    if expected != "triton":
+        with pytest.raises(UnsupportedCombination, match="GPU sm80 has no instructions for") as no:
+            choose(needs, backend="triton")
+        assert len(no.value.reasons) == 1
+
+
+@pytest.mark.parametrize(("gpu", "is_served"), [(AMPERE, False), (ADA, True), (MI350, True)])
+def test_rows_of_an_fp8_pool_are_written_by_kernels_only_where_they_compile(
+    gpu, is_served, monkeypatch
+):
+    pretend(monkeypatch, gpu)
+    assert has_row_kernels(torch.float8_e4m3fn) is is_served
+    assert has_row_kernels(torch.bfloat16)
+    pretend(monkeypatch, gpu, {})
+    assert not has_row_kernels(torch.bfloat16)
 
 
 def test_captured_graphs_need_a_backend_that_can_be_captured(monkeypatch):

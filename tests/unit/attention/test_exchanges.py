@@ -302,3 +302,11 @@ def test_kernels_equal_the_reference_in_the_interpreter():
         limit = {"float32": 1e-6, "float16": 2e-3, "bfloat16": 1.6e-2}[result["dtype"]]
         for kernel, error in result["errors"].items():
             assert error <= limit, (kernel, result)
+
+
+@pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE))
+def test_pieces_may_have_more_than_31_bits_of_elements():
+    assert interpreted(Path(__file__).with_name("huge_piece_case.py")) == [
+        {"row": [1.0, 2.0], "lse": 0.5},
+        {"row": [3.0, 4.0], "lse": 0.25},
+    ]

@@ -12,6 +12,7 @@ from attention.backends.flashinfer_backend import FlashInferBackend
 from attention.dispatch import BACKENDS, AttentionNeeds
 from attention.interface import GQAGeometry, MLAGeometry
 from tests.unit.attention.vendor_doubles.machine import (
+    AMPERE,
     BLACKWELL,
     HOPPER,
     MI350,
@@ -218,10 +219,18 @@ def test_extend_states_its_own_limits(extend, monkeypatch):
     assert any(reason.startswith(f"extend on {extend}: dtype") for reason in with_extend)
 
 
-def test_extend_takes_no_larger_pages_than_triton(monkeypatch):
-    pretend(monkeypatch, HOPPER)
-    needs = replace(MLA, page_size=256)
+@pytest.mark.parametrize(
+    ("gpu", "changes"),
+    [
+        (HOPPER, {"page_size": 256}),
+        (AMPERE, {"geometry": GQAGeometry(128, 0.1), "kv_dtype": torch.float8_e4m3fn}),
+    ],
+    ids=str,
+)
+def test_extend_is_not_refused_for_pools_that_it_does_not_read(gpu, changes, monkeypatch):
+    """It is given rows out of their pages, with true values."""
+    pretend(monkeypatch, gpu)
+    needs = replace(MLA, **changes, operations=frozenset({"decode", "verify", "extend"}))
     assert refusals("flashinfer", needs) == []
-    assert refusals("flashinfer", replace(needs, operations=frozenset({"decode", "extend"}))) == [
-        "extend on triton: page_size 256 is above 128"
-    ]
+    assert refusals("triton", needs) != []
+    assert refusals("triton", replace(needs, operations=frozenset({"extend"}))) == []

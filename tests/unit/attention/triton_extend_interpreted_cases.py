@@ -60,6 +60,8 @@ CASES = (
     Case("gqa, 9 heads over 3", heads(9, 3), 64, (1, 129), (64, 17), dtype="float16",
          damaged=True),
     Case("gqa, 5 heads over 2 of 4", (1, 1, 1, 2, 2), 64, (129, 40, 0, 1), (17, 0, 64, 1)),
+    Case("gqa, a prefix only where there is no chunk", heads(4, 2), 64, (40, 0), (0, 17),
+         dtype="float16"),
     Case("gqa, a KV head without heads here", (0, 2, 2), 24, (40,), (33,)),
     Case("mqa, 16 heads", heads(16, 1), 128, (129, 0), (17, 5), dtype="float16", needle=100),
     Case("gqa, a prefix cut into pieces", heads(5, 2), 64, (700, 3), (5, 1), needle=500,

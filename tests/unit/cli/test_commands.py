@@ -12,13 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from attention.dispatch import BACKENDS
+from attention.dispatch import BACKENDS, OPERATIONS
 from kvbraid.cli import COMMANDS, SERVICES, main
 from kvbraid.cluster import ClusterSpec, WorkerSpec
 from kvbraid.commands import up
+from kvbraid.commands.attention_table import attention_table
 from kvbraid.commands.model_path import resolve_model
 from kvbraid.commands.progress import ProgressBar
 from kvbraid.errors import ConfigError, NotFoundError
+from tests.unit.attention.vendor_doubles.machine import HOPPER, PACKAGES, pretend
 
 
 def test_help_lists_every_command_and_each_has_a_module(
@@ -79,6 +81,22 @@ def test_doctor_says_what_serves_and_the_first_reason_otherwise(
     assert rows["mla", "auto", "verify"] == ("torch", "torch")
     assert rows["gqa", "torch", "extend"] == ("ok", "ok")
     assert rows["mla", "aiter", "decode"] == ("device 'cpu' is not cuda",) * 2
+
+
+def test_doctor_names_the_backend_that_a_worker_with_graphs_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """FlashInfer is preferred for 128 heads, but its decode cannot be captured."""
+    pretend(monkeypatch, HOPPER)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    rows = attention_table([8])
+    cells = {(row["kind"], row["backend"], row["operation"]): row["c=8"] for row in rows}
+    assert [cells["mla", "auto", operation] for operation in OPERATIONS] == ["triton"] * 3
+    assert cells["mla", "flashinfer", "decode"] == "ok"
+    packages = {name: release for name, release in PACKAGES.items() if name != "triton"}
+    pretend(monkeypatch, HOPPER, packages)
+    taken = {row["c=8"] for row in attention_table([8]) if row["backend"] == "auto"}
+    assert taken == {"flashinfer"}
 
 
 @pytest.mark.parametrize("sizes", ["0", "2,", "two"])

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kvbraid.cli import main
 from kvbraid.commands.generation import generate, read_prompt_ids
 from kvbraid.errors import InvalidRequestError, OverloadedError
 from kvbraid.rpc.server import RpcServer
@@ -131,3 +132,27 @@ async def test_a_refusal_is_one_line_with_the_reason(target: str) -> None:
     done = await kvbraid("generate", "--target", target, "--prompt", "hi", "--max-tokens", "13")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == f"kvbraid generate: {target}: no room\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--max-tokens", "-1"], "max_tokens is -1"),
+        (["--top-k", "10000000000"], "top_k is 10000000000"),
+        (["--seed", "-1"], "seed is -1"),
+        (["--stop", "\udcff"], "stop is ['\\udcff']"),
+    ],
+)
+def test_what_no_request_has_room_for_is_refused_by_name(
+    flags: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", "--target", "127.0.0.1:9", "--prompt", "hi", *flags]) == 1
+    assert capsys.readouterr().err.startswith(f"kvbraid generate: {says}: ")
+
+
+@pytest.mark.parametrize("flag", ["--prompt", "--chat"])
+def test_text_that_is_not_utf8_is_refused_by_name(
+    flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", "--target", "127.0.0.1:9", flag, "\udcff\udcfe"]) == 1
+    assert capsys.readouterr().err.startswith(f"kvbraid generate: {flag[2:]} is ")

@@ -101,6 +101,25 @@ def test_overload_does_not_end_what_has_begun() -> None:
     case.fail(OverloadedError("full"), 1)
 
 
+def test_refusals_are_no_attempts_while_a_broken_completion_may_wait() -> None:
+    case = Case(max_attempts=2, recovery_seconds=100)
+    case.completion.add(TokenChunk((300,)), 0, 0)
+    case.fail(DataLossError("it broke"))
+    for _ in range(5):
+        case.fail(OverloadedError("full"))
+    with pytest.raises(DataLossError, match="again"):
+        case.fail(DataLossError("again"))
+
+
+def test_refusals_are_attempts_once_it_has_waited() -> None:
+    case = Case(max_attempts=3, recovery_seconds=0)
+    case.completion.add(TokenChunk((300,)), 0, 0)
+    case.fail(DataLossError("it broke"))
+    case.fail(OverloadedError("full"))
+    with pytest.raises(OverloadedError):
+        case.fail(OverloadedError("full"))
+
+
 def test_attempts_are_bounded() -> None:
     case = Case(max_attempts=2)
     case.fail(DataLossError("one"))

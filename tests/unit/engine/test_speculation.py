@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Seq
 from random import Random
@@ -197,6 +198,45 @@ def test_a_sequence_whose_prompt_is_on_the_way_decodes_plainly_beside_others() -
     assert max(len(e.chunk.token_ids) for e in engine.chunks("a")) == 5
 
 
+def test_drafts_leave_room_for_prompts_that_wait() -> None:
+    engine = drafted_engine(ToyDrafter(right), max_num_batched_tokens=10)
+
+    def script() -> Script:
+        engine.submit("a", [1, 2, 3], max_tokens=150)
+        engine.submit("b", [4, 5], max_tokens=150)
+        yield from engine.until(lambda: engine.plans and len(engine.plans[-1].decodes) == 2)
+        assert sum(len(d.drafts) for d in engine.plans[-1].decodes) == 8, "a whole step's"
+        engine.submit("c", list(range(20)), max_tokens=1)
+        yield from engine.until(lambda: len(engine.tokens("c")) == 1)
+        assert max(len(engine.tokens(name)) for name in "ab") < 80
+        yield
+
+    engine.run(script())
+    assert engine.tokens("a") == expected([1, 2, 3], 150)
+
+
+def test_proposals_that_are_not_verified_are_counted_with_the_reason() -> None:
+    class Narrow(FixedPolicy):
+        def width(self, *args: object, **more: object) -> int:
+            return 1
+
+    for policy, num_pages, reason in (
+        (FixedPolicy(4), 9, "no_room"),
+        (Narrow(4), 64, "not_worthwhile"),
+        (FixedPolicy(4), 64, None),
+    ):
+        reports: list[SpeculationReport] = []
+        engine = drafted_engine(ToyDrafter(right), reports.append, policy, num_pages=num_pages)
+        for name in "ab":
+            engine.submit(name, [1, 2, 3], max_tokens=21)
+        engine.run(idle())
+        assert engine.tokens("a") == engine.tokens("b") == expected([1, 2, 3], 21)
+        unverified = sum(w.num_verified == 0 for r in reports for w in r.windows)
+        assert (unverified > 0) == (reason is not None)
+        counted = sum((r.plain for r in reports), Counter[str]())
+        assert counted == ({} if reason is None else {reason: unverified})
+
+
 def test_limits_end_inside_a_window() -> None:
     engine = drafted_engine(ToyDrafter(right))
     tokens = expected([1, 2, 3], 30)
@@ -231,6 +271,27 @@ def test_drafts_behind_an_accepted_stop_are_not_held_against_the_drafter() -> No
     assert engine.tokens("a") == tokens[:9]
     assert [list(o.num_verified) for o in outcomes] == [[4], [3]]
     assert [list(o.num_accepted) for o in outcomes] == [[4], [3]]
+
+
+def test_accepted_drafts_behind_a_stop_are_counted_nowhere() -> None:
+    outcomes: list[StepOutcome] = []
+    reports: list[SpeculationReport] = []
+
+    class Recording(FixedPolicy):
+        def record(self, outcome: StepOutcome) -> None:
+            outcomes.append(outcome)
+
+    drafter, tokens = ToyDrafter(right), expected([1, 2, 3], 30)
+    engine = drafted_engine(drafter, reports.append, Recording(drafter.max_draft_tokens))
+    sampling = SamplingParams(temperature=0.0, seed=1, max_tokens=30, stop_token_ids=(tokens[7],))
+    engine.submit("a", [1, 2, 3], sampling=sampling)
+    engine.run(idle())
+    assert engine.tokens("a") == tokens[:8]
+    # Of four right drafts the second ends the sequence.
+    assert [e.chunk.num_accepted for e in engine.chunks("a")] == [0, 4, 2]
+    assert [list(o.num_accepted) for o in outcomes] == [[4], [2]]
+    assert [list(o.num_verified) for o in outcomes] == [[4], [2]]
+    assert [r.windows for r in reports] == [[(4, 4, 4)], [(4, 4, 2)]]
 
 
 def test_context_limit_ends_inside_a_window() -> None:

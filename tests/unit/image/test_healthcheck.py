@@ -21,7 +21,7 @@ async def check(ready_file: Path) -> tuple[int | None, str]:
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         str(SCRIPT),
-        env={"KVBRAID_READY_FILE": str(ready_file)},
+        env={"KVBRAID_READY_FILE": str(ready_file), "http_proxy": "http://127.0.0.1:9"},
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
     )

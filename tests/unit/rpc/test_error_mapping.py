@@ -14,6 +14,7 @@ from kvbraid.errors import (
     DataLossError,
     InvalidRequestError,
     KVBraidError,
+    NotFoundError,
     OverloadedError,
     UnavailableError,
 )
@@ -54,6 +55,15 @@ async def test_every_error_class_arrives_as_itself_over_a_unary_call(
     cause = caught.value.__cause__
     assert isinstance(cause, grpc.aio.AioRpcError)
     assert cause.code().name == cls.grpc_code
+
+
+@pytest.mark.parametrize("letter", ["x", "\u00e9", "\U0001f41f"], ids=["ascii", "latin", "fish"])
+async def test_a_long_message_is_cut_so_that_its_status_arrives(loopback: Any, letter: str) -> None:
+    """Trailers have room for 8 KiB. Beyond, gRPC makes RESOURCE_EXHAUSTED of whatever it was."""
+    loopback.decode.on_abort = raising(NotFoundError(f"model is {letter * 100_000}"))
+    message = rf"^peer-7: model is {letter}{{300,2000}}\.\.\.$"
+    with pytest.raises(NotFoundError, match=message), translated_rpc_errors("peer-7"):
+        await loopback.stub.Abort(decode_pb2.AbortRequest(), timeout=5)
 
 
 async def test_status_details_follow_google_rpc(loopback: Any) -> None:

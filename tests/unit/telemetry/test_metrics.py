@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from coordinator.registry import Pool, WorkerState
 from coordinator.retries import RETRYABLE
 from kvbraid import errors
+from kvbraid.errors import StartupError
 from kvbraid.telemetry.endpoint import MetricsEndpoint
 from kvbraid.telemetry.labels import (
     ERROR_REASONS,
@@ -160,6 +161,12 @@ def test_endpoint_serves_the_text_format_and_closes() -> None:
     assert not [name for name, _ in samples if name.endswith("_created")]
     with pytest.raises(OSError, match="refused"):
         urllib.request.urlopen(url, timeout=1)
+
+
+def test_a_taken_port_stops_the_start_and_is_named() -> None:
+    first = MetricsEndpoint(CollectorRegistry(), host="127.0.0.1", port=0)
+    with first, pytest.raises(StartupError, match=f"cannot serve metrics on {first.address}"):
+        MetricsEndpoint(CollectorRegistry(), host="127.0.0.1", port=first.port)
 
 
 async def test_blocked_event_loop_shows_as_lag() -> None:

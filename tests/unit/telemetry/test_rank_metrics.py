@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import urllib.request
 from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from threading import Thread
@@ -42,6 +43,13 @@ def test_rank_0_shows_all_ranks_in_one_family(ranks) -> None:
     assert 'kvbraid_rank_exchange_seconds_count{exchange="a2a",rank="2"} 1.0' in lines
     types = [line for line in lines if line.startswith("# TYPE ")]
     assert len(types) == len(set(types))
+
+
+def test_other_ranks_are_asked_past_a_proxy(ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    workers, _ = ranks
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setattr(urllib.request, "_opener", None)  # of a test before
+    assert 'kvbraid_rank_up{rank="1"} 1.0' in scrape(workers[0])
 
 
 def test_what_rank_0_alone_knows_is_not_counted_for_each_rank(ranks) -> None:

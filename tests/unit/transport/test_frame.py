@@ -17,6 +17,7 @@ from kvbraid.transport.frame import (
     decode_head,
     encode_head,
     is_intact,
+    largest_payload,
 )
 
 HEADER = FrameHeader(
@@ -55,6 +56,16 @@ def test_layout_of_the_bytes_is_the_documented_one() -> None:
     covered = FRAME[: HEADER_BYTES - 8] + FRAME[HEADER_BYTES:]
     checksum = struct.unpack("<Q", FRAME[HEADER_BYTES - 8 : HEADER_BYTES])[0]
     assert checksum == xxhash.xxh3_64_intdigest(covered)
+
+
+@pytest.mark.parametrize("message_bytes", [1000, 65536, 1 << 20])
+def test_the_largest_payload_fits_into_its_message(message_bytes: int) -> None:
+    """With as many positions as it may have, of 64 bytes each."""
+    payload = bytes(largest_payload(message_bytes))
+    positions = np.arange(len(payload) // 64, dtype=np.int32)
+    header = replace(HEADER, num_positions=len(positions), payload_bytes=len(payload))
+    frame_bytes = len(encode_head(header, positions, payload) + payload)
+    assert message_bytes - 64 - 4 <= frame_bytes <= message_bytes
 
 
 def test_no_damaged_byte_goes_unnoticed() -> None:

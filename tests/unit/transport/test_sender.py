@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import numpy as np
@@ -56,6 +56,19 @@ def test_only_computed_rows_are_gathered() -> None:
     assert sender.pump(gather, 1 << 20) == 0
 
 
+def test_frames_fit_into_messages_of_ours_whatever_slots_the_peer_has() -> None:
+    sizes = []
+
+    def measured(*rows: Any) -> memoryview:
+        sizes.append(gather(*rows).nbytes)
+        return gather(*rows)
+
+    sender = begun(grant(slot_bytes=1 << 20), max_frame_bytes=128, max_outbox_bytes=1 << 21)
+    sender.add_positions(grant().transfer_id, 40)
+    sender.pump(measured, 1 << 20)
+    assert set(sizes) == {128}
+
+
 def test_outbox_takes_no_more_than_its_bound() -> None:
     sender = begun(grant(), max_outbox_bytes=640)
     sender.add_positions(grant().transfer_id, 40)
@@ -100,6 +113,25 @@ def test_slots_of_a_peer_that_are_too_small_fail_the_transfer_and_not_the_thread
     assert not status.is_complete
     sender.add_positions(grant().transfer_id, 40)
     assert sender.pump(gather, 1 << 20) == 0
+
+
+async def test_a_prompt_may_queue_and_compute_for_hours() -> None:
+    """As long as `request_timeout_seconds` lets it; 600 s ended its handoff whatever that said."""
+    timeouts: asyncio.Queue[float] = asyncio.Queue()
+
+    class Channel:
+        def stream_unary(self, *_: Any, **__: Any) -> Any:
+            return self.call
+
+        def call(self, *, timeout: float) -> Any:
+            timeouts.put_nowait(timeout)
+            raise UnavailableError("enough")
+
+    sender = KvSender(rank=0, channels=lambda _: cast("Any", Channel()), mover_choice="grpc_push")
+    await sender.start()
+    sender.begin(grant(), plan_handoff(LAYOUT, DESTINATION, 0, 40), 2, ROW_BYTES)
+    assert await asyncio.wait_for(timeouts.get(), 5) >= 12 * 3600
+    await sender.stop()
 
 
 async def test_unexpected_error_of_a_lane_fails_the_transfer() -> None:

@@ -16,10 +16,12 @@ from kvbraid.validation import (
     validate_prompt,
     validate_sampling,
 )
+from kvbraid.wire import sampling_from_proto, sampling_to_proto
 
 GOOD: list[tuple[str, Any]] = [
     ("temperature", 0.0), ("temperature", 2.0), ("top_p", 1e-6), ("top_p", 1.0), ("top_k", 1),
-    ("top_k", None), ("min_p", 0.0), ("min_p", 1.0), ("presence_penalty", -2.0),
+    ("top_k", 2**31 - 1), ("top_k", None), ("min_p", 0.0), ("min_p", 1.0),
+    ("presence_penalty", -2.0),
     ("presence_penalty", 2.0), ("frequency_penalty", -2.0), ("frequency_penalty", 2.0),
     ("repetition_penalty", 0.01), ("repetition_penalty", 10.0), ("seed", 0), ("seed", 2**64 - 1),
     ("top_logprobs", 0), ("top_logprobs", 20), ("max_draft_tokens", 0), ("max_draft_tokens", 64),
@@ -31,7 +33,9 @@ BAD: list[tuple[str, Any, str]] = [
     ("temperature", -1e-6, "0.0 to 2.0"), ("temperature", 2.001, "0.0 to 2.0"),
     ("temperature", float("nan"), "0.0 to 2.0"), ("temperature", float("inf"), "0.0 to 2.0"),
     ("top_p", 0.0, "above 0, up to 1.0"), ("top_p", 1.001, "above 0, up to 1.0"),
-    ("top_p", float("nan"), "above 0"), ("top_k", 0, "at least 1"), ("top_k", -1, "at least 1"),
+    ("top_p", float("nan"), "above 0"), ("top_p", 1e-300, "above 0"),
+    ("top_k", 0, "at least 1"), ("top_k", -1, "at least 1"),
+    ("top_k", 2**31, f"up to {2**31 - 1}"),
     ("min_p", -0.1, "0.0 to 1.0"), ("min_p", 1.1, "0.0 to 1.0"),
     ("presence_penalty", -2.1, "-2.0 to 2.0"), ("presence_penalty", 2.1, "-2.0 to 2.0"),
     ("frequency_penalty", -2.1, "-2.0 to 2.0"), ("frequency_penalty", 2.1, "-2.0 to 2.0"),
@@ -53,6 +57,13 @@ LIMITS = Limits(max_model_len=10, vocab_size=100)
 @pytest.mark.parametrize(("field", "value"), GOOD)
 def test_the_borders_are_accepted(field: str, value: Any) -> None:
     validate_sampling(replace(SamplingParams(), **{field: value}), 100)
+
+
+@pytest.mark.parametrize(("field", "value"), GOOD)
+def test_what_is_accepted_here_is_accepted_by_workers(field: str, value: Any) -> None:
+    """Messages have room for it, and it is still in its range when it comes out of one."""
+    sent = sampling_to_proto(replace(SamplingParams(), **{field: value}))
+    validate_sampling(sampling_from_proto(sent), 100)
 
 
 @pytest.mark.parametrize(("field", "value", "accepted"), BAD)

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 import torch
 
 from kvbraid.speculative.proposal import DraftTask
@@ -40,3 +43,9 @@ def test_a_task_without_rows_goes_also_when_the_rows_are_used_up() -> None:
 def test_more_tasks_than_a_step_takes_stay() -> None:
     parts = within_terms([task(0)] * 5, TERMS)
     assert [part is None for part in parts] == [False] * 3 + [True] * 2
+
+
+@pytest.mark.parametrize(("first", "goes"), [(97, True), (98, False)])
+def test_a_sequence_beyond_the_drafters_context_stays(first: int, goes: bool) -> None:
+    parts = within_terms([replace(task(3), first_position=first), task(1)], TERMS)
+    assert [part is not None for part in parts] == [goes, True]

@@ -19,7 +19,7 @@
 
 {{- define "kvbraid.release_labels" -}}
 app.kubernetes.io/name: {{ .Chart.Name }}
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end -}}
 
 {{- define "kvbraid.role_labels" -}}
@@ -38,7 +38,7 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{/* metadata of an object. Takes root, name and, where it belongs to one, role. */}}
 {{- define "kvbraid.metadata" -}}
 name: {{ .name }}
-namespace: {{ .root.Release.Namespace }}
+namespace: {{ .root.Release.Namespace | quote }}
 labels:
   {{- include "kvbraid.object_labels" .root | nindent 2 }}
   {{- with .role }}

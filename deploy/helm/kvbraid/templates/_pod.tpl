@@ -18,10 +18,10 @@ metadata:
 spec:
   {{- include "kvbraid.pod_identity" .root | nindent 2 }}
   {{- with $values.priority_class_name }}
-  priorityClassName: {{ . }}
+  priorityClassName: {{ quote . }}
   {{- end }}
   {{- with $values.runtime_class_name }}
-  runtimeClassName: {{ . }}
+  runtimeClassName: {{ quote . }}
   {{- end }}
   terminationGracePeriodSeconds: {{ int $facts.grace_seconds }}
   {{- with (include "kvbraid.placement" . | trim) }}

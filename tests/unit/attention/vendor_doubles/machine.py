@@ -22,6 +22,8 @@ PACKAGES: Mapping[str, Version] = {
 }
 _DISTRIBUTIONS = {"flashinfer": "flashinfer-python"}
 
+AMPERE = Accelerator("nvidia", "sm80")
+ADA = Accelerator("nvidia", "sm89")
 HOPPER = Accelerator("nvidia", "sm90")
 BLACKWELL = Accelerator("nvidia", "sm100")
 MI350 = Accelerator("amd", "gfx950")
