@@ -26,19 +26,18 @@ class ConnectionAge:
         elsewhere whatever the age."""
         self._max_age_s = max_age_s
         self._is_leaving = is_leaving
-        self._ends_s: WeakKeyDictionary[asyncio.Transport, float] = WeakKeyDictionary()
+        # By the task in which aiohttp answers all requests of a connection: a transport can be
+        # the key only with asyncio's own loop.
+        self._ends_s: WeakKeyDictionary[asyncio.Task[None], float] = WeakKeyDictionary()
 
     def limit(self, app: web.Application) -> None:
         """Of the connections that `app`, which does not run yet, will answer on."""
         app.on_response_prepare.append(self._close_if_old)
 
     async def _close_if_old(self, request: web.Request, response: web.StreamResponse) -> None:
-        connection = request.transport
-        if connection is None:
-            return  # the client has gone away
         now_s = time.monotonic()
         age_s = self._max_age_s * random.uniform(1 - _JITTER, 1 + _JITTER)
-        is_old = now_s >= self._ends_s.setdefault(connection, now_s + age_s)
+        is_old = now_s >= self._ends_s.setdefault(request.task, now_s + age_s)
         if is_old or self._is_leaving():
             response.headers["Connection"] = "close"
             response.force_close()
