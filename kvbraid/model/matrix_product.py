@@ -12,8 +12,8 @@ from torch import Tensor
 # Smaller matrices lie in a core's cache, where oneDNN's overhead of a call counts for more than how
 # the matrix is read.
 _MIN_PACKED_ELEMENTS = 1 << 18
-# oneDNN reads a matrix fastest with this many rows, up to a third faster than with one: its kernel
-# for fewer keeps too little of the matrix in flight. Measured on an AMD EPYC with AVX-512.
+# With fewer rows oneDNN's kernel reads the matrix slower, not faster (AMD EPYC, AVX-512): it keeps
+# too little of it in flight.
 _FEWEST_PACKED_ROWS = 6
 # The layout is chosen for this many rows (a verify window, a small batch) and serves all others.
 _PACKED_FOR_ROWS = 8
