@@ -66,7 +66,7 @@ def run_service(
         check_tls(config.server.tls)
         if fault := unfit_for_calls(config.server.tls):
             logger.warning("called processes that ask for a certificate refuse this one: %s", fault)
-        # Messages of streams are most of what a service's loop does; this one needs less for each.
+        # A service's loop handles a message a token and stream: uvloop does it with less Python.
         return uvloop.run(serve(config))
     except StartupError as error:
         sys.stderr.write(f"kvbraid {role}: {error}\n")

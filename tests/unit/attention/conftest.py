@@ -7,14 +7,9 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import settings
 from torch import Tensor
 
 from tools.thread_ranks import ThreadGroup, run_threads, thread_groups
-
-# Threads of several ranks on few cores make single examples slow now and then.
-settings.register_profile("ranks", deadline=None)
-settings.load_profile("ranks")
 
 HUGE_PAGE = 2**31 - 1
 
