@@ -80,7 +80,7 @@ class AttentionNeeds:
     kv_scale: str = "tensor"
     """What has a scale of its own in an fp8 pool."""
     max_batch_size: int | None = None
-    """Most sequences of a step, where the caller bounds them."""
+    """Most sequences of a step, whatever their window, where the caller bounds them."""
     num_hosts: int = 1
     """Hosts over which a DCP group is spread."""
     cuda_graphs: bool = False
@@ -143,11 +143,13 @@ def refusals_of(backend: AttentionBackend, needs: AttentionNeeds) -> list[str]:
 
 
 def layout_refusals(needs: AttentionNeeds) -> list[str]:
-    """Reasons that no backend could change: sizes that contradict one another, unknown names."""
+    """Reasons that no backend could change: sizes that contradict one another, unknown names, a
+    dtype that the GPU does not have."""
     return [
         *_size_refusals(needs),
         *_geometry_refusals(needs),
         *_name_refusals(needs),
+        *_gpu_refusals(needs),
     ]
 
 
@@ -208,6 +210,16 @@ def _name_refusals(needs: AttentionNeeds) -> list[str]:
     if needs.cuda_graphs and needs.device != "cuda":
         reasons.append(f"CUDA graphs need device 'cuda', not {needs.device!r}")
     return reasons
+
+
+def _gpu_refusals(needs: AttentionNeeds) -> list[str]:
+    found = accelerator.current_accelerator() if needs.device == "cuda" else None
+    if found is None or needs.dtype != torch.bfloat16 or accelerator.has_bfloat16(found):
+        return []
+    return [
+        f"GPU {found.architecture} has no {needs.dtype}, sm80 and newer have: torch.float16 and "
+        "torch.float32 are served"
+    ]
 
 
 def _listed(names: Iterable[str]) -> str:

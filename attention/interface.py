@@ -95,23 +95,28 @@ class GQACache(NamedTuple):
     key_scale, value_scale: float32, both or neither, for keys and values in float8_e4m3fn: [1], or
     one a token and head [N, Hk, P], contiguous: a head's scales of a page lie together, as one head
     reads them. True value = stored * scale.
+    host_scales: the scales [1] of keys and values once more, as numbers, for kernels that take them
+    as arguments: whoever sets a scale knows it, while to read it would wait for the device in each
+    layer, and cannot be captured in a graph.
     """
 
     key: Tensor
     value: Tensor
     key_scale: Tensor | None = None
     value_scale: Tensor | None = None
+    host_scales: tuple[float, float] | None = None
 
 
 class MLACache(NamedTuple):
     """One layer's latent KV on this rank. latent: [N, P, R + Rr] (latent first, then rope key).
 
     scale: float32, for latents in float8_e4m3fn: [1], or one a token [N, P]. True value =
-    stored * scale.
+    stored * scale. host_scale: the scale [1] as a number, see GQACache.
     """
 
     latent: Tensor
     scale: Tensor | None = None
+    host_scale: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

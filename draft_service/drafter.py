@@ -19,7 +19,7 @@ from kvbraid.worker.drafter_terms import drafter_terms
 from kvbraid.worker.drafter_warm_up import warm_up_proposer
 from kvbraid.worker.memory import free_bytes
 from kvbraid.worker.proposer_assembly import build_proposer
-from kvbraid.worker.rank_assembly import compute_device, compute_dtype
+from kvbraid.worker.rank_compute import compute_device, compute_dtype
 
 # Of a message, for everything but its rows.
 _MESSAGE_OVERHEAD_BYTES = 16384

@@ -10,7 +10,7 @@ from torch import Tensor
 from attention.backends.kernel_limits import KernelLimits
 from attention.backends.latent_prefix import LatentPrefix
 from attention.backends.lse_base import LseBase
-from attention.backends.per_tensor_scale import FP8, PerTensorScales
+from attention.backends.per_tensor_scale import FP8, latent_scale
 from attention.backends.vendor_backend import PrefixPlan, VendorBackend
 from attention.interface import AttentionResult, MLACache
 from attention.rows import rows_of
@@ -39,7 +39,7 @@ class AiterBackend(VendorBackend):
     limits = LIMITS
 
     def _plan_prefix(self, plan: PrefixPlan) -> LatentPrefix:
-        return LatentPrefix(_Launch(plan, self._scales), head_chunks)
+        return LatentPrefix(_Launch(plan), head_chunks)
 
 
 def head_chunks(num_heads: int) -> list[int]:
@@ -63,9 +63,8 @@ def head_chunks(num_heads: int) -> list[int]:
 class _Launch:
     """A LatentLaunch. The token table goes to the device at the first layer's call."""
 
-    def __init__(self, plan: PrefixPlan, scales: PerTensorScales) -> None:
+    def __init__(self, plan: PrefixPlan) -> None:
         self._plan = plan
-        self._scales = scales
         self._tables: tuple[Tensor, Tensor] | None = None
 
     def __call__(self, q: Tensor, cache: MLACache) -> AttentionResult:
@@ -84,7 +83,7 @@ class _Launch:
             self._plan.scale,
             kv_pe_offset=rank,
             use_2d_view=True,
-            kv_scale=self._scales.value(cache.scale),
+            kv_scale=latent_scale(cache),
             # It bounds the splits: none of them may be empty.
             min_kv_seq_len=min(live.lengths),
             return_lse=True,

@@ -63,6 +63,7 @@ class DecodeLaunch:
             is_mla=form.is_mla,
             rows=self.rows.window * self.group_size,
             keys=self.rows.num_keys,
+            window=self.rows.window,
             dim=form.dim,
             # Of the products, unless 8-bit pools have a kernel of their own.
             itemsize=(form.kv_dtype if self.has_pairs(form) else form.dtype).itemsize,

@@ -22,6 +22,9 @@ _HOPPER = "sm90"
 
 LIMITS = KernelLimits(
     vendor="nvidia",
+    oldest_capability=75,
+    # The least that its mla.cuh has a tile for.
+    latent_shared_memory=92672,
     modules={"flashinfer": "install flashinfer-python"},
     oldest={"flashinfer-python": (0, 6, 13)},
     latent_shapes=((512, 64),),
@@ -69,7 +72,7 @@ class FlashInferBackend(VendorBackend):
             self._wrappers = FlashInferWrappers(
                 mla=_named(self._mla), gqa=_named(self._gqa), device=plan.device
             )
-        return FlashInferPrefix(plan, wrappers=self._wrappers, scales=self._scales)
+        return FlashInferPrefix(plan, wrappers=self._wrappers)
 
 
 def _named(generation: str) -> str:

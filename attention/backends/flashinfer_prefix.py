@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attention.backends.flashinfer_wrappers import FlashInferWrappers
 from attention.backends.lse_base import LseBase
-from attention.backends.per_tensor_scale import PerTensorScales
+from attention.backends.per_tensor_scale import head_scales
 from attention.backends.vendor_backend import PrefixPlan
 from attention.heads import fold_heads
 from attention.interface import AttentionResult, GQACache, MLACache
@@ -22,16 +22,9 @@ class FlashInferPrefix:
     stripe. Over the prefix alone there is nothing to mask.
     """
 
-    def __init__(
-        self,
-        plan: PrefixPlan,
-        *,
-        wrappers: FlashInferWrappers,
-        scales: PerTensorScales,
-    ) -> None:
+    def __init__(self, plan: PrefixPlan, *, wrappers: FlashInferWrappers) -> None:
         self._live = plan.live
         self._wrappers = wrappers
-        self._scales = scales
         self._heads = fold_heads(plan.kv_index, plan.device)
         self._scale = plan.scale
         self._value_width = plan.value_width
@@ -83,13 +76,14 @@ class FlashInferPrefix:
         if self._planned is None:
             plan = self._plan_decode if window == 1 else self._plan_verify
             self._planned = plan(q, cache)
+        k_scale, v_scale = head_scales(cache)
         # Each query by itself: FlashInfer wants equally many heads a KV head, in [tokens, heads].
         folded = self._heads.fold(q.reshape(-1, 1, num_heads, width))
         out, lse = self._planned.run(
             folded.reshape(len(folded), -1, width),
             (cache.key, cache.value),
-            k_scale=self._scales.value(cache.key_scale),
-            v_scale=self._scales.value(cache.value_scale),
+            k_scale=k_scale,
+            v_scale=v_scale,
             return_lse=True,
         )
         unfolded = self._heads.unfold(out.view(folded.shape), 1)

@@ -20,15 +20,20 @@ class KernelLimits:
     """Where and for what a kernel runs. Empty tuples and None mean no limit.
 
     architectures: of accelerators, in the words of accelerator.Accelerator.
+    oldest_capability: compute capability of NVIDIA GPUs, 75 for 7.5.
+    latent_shared_memory: bytes that the kernels of MLA need.
     modules: importable name -> how to get it.
     oldest: distribution -> first release whose call has the parameters that we pass.
     latent_shapes: (kv_lora_rank, qk_rope_head_dim) pairs served; empty: MLA is not served.
     head_dims: of GQA; empty: GQA is not served.
-    kv_dtypes: beside the model dtype itself.
+    latent_kv_dtypes, gqa_kv_dtypes: beside the model dtype itself.
+    max_batch_size: sequences of a launch; a window's queries go as heads (see latent_prefix).
     """
 
     vendor: str
     architectures: tuple[str, ...] = ()
+    oldest_capability: int = 0
+    latent_shared_memory: int = 0
     modules: Mapping[str, str] = field(default_factory=dict)
     oldest: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     latent_shapes: tuple[tuple[int, int], ...] = ()
@@ -59,6 +64,15 @@ class KernelLimits:
             return [f"GPU vendor {found.vendor} is not {self.vendor}"]
         if self.architectures and found.architecture not in self.architectures:
             return [f"GPU {found.architecture} is not one of {_listed(self.architectures)}"]
+        if accelerator.is_nvidia_before(found, self.oldest_capability):
+            return [f"GPU {found.architecture} is older than sm{self.oldest_capability}"]
+        there = accelerator.small_shared_memory(found)
+        is_mla = isinstance(needs.geometry, MLAGeometry)
+        if is_mla and there is not None and there < self.latent_shared_memory:
+            return [
+                f"MLA needs {self.latent_shared_memory} bytes of shared memory; "
+                f"GPU {found.architecture} has {there}"
+            ]
         return []
 
     def _package_refusals(self) -> list[str]:

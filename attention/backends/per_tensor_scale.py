@@ -4,33 +4,30 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
+
+from attention.interface import GQACache, MLACache
 
 FP8 = torch.float8_e4m3fn
 _MAX_FP8 = 448.0
 
 
-class PerTensorScales:
-    """Scales of the layers' pools as floats, each read from its device once.
+def latent_scale(cache: MLACache) -> float:
+    """Scale of the latents, 1.0 where they have none. Never reads the device.
 
-    A pool's per-tensor scale does not change while the pool lives, and reading it in each layer
-    of each step would wait for the device each time.
+    Raises ValueError for scales that the cache does not also give as one number.
     """
+    if cache.host_scale is None:
+        _refuse("host_scale", cache.scale)
+        return 1.0
+    return cache.host_scale
 
-    def __init__(self) -> None:
-        self._known = WeakTensorKeyDictionary()
 
-    def value(self, scale: Tensor | None) -> float:
-        """1.0 for None. Raises ValueError for more than one number (per-token scales)."""
-        if scale is None:
-            return 1.0
-        if scale not in self._known:
-            if scale.numel() != 1:
-                raise ValueError(
-                    f"the KV scale has shape {tuple(scale.shape)}; this backend takes one number"
-                )
-            self._known[scale] = float(scale)
-        return float(self._known[scale])
+def head_scales(cache: GQACache) -> tuple[float, float]:
+    """Scales of keys and values, otherwise as `latent_scale`."""
+    if cache.host_scales is None:
+        _refuse("host_scales", cache.key_scale)
+        return 1.0, 1.0
+    return cache.host_scales
 
 
 def query_as(q: Tensor, kv_dtype: torch.dtype) -> Tensor:
@@ -41,3 +38,11 @@ def query_as(q: Tensor, kv_dtype: torch.dtype) -> Tensor:
     if kv_dtype != FP8:
         return q
     return q.clamp(-_MAX_FP8, _MAX_FP8).to(FP8)
+
+
+def _refuse(field: str, scale: Tensor | None) -> None:
+    if scale is not None:
+        raise ValueError(
+            f"the KV scale has shape {tuple(scale.shape)} and no {field}; this backend takes one "
+            f"number from the host"
+        )

@@ -11,7 +11,7 @@ from torch import Tensor
 from attention.backends.kernel_limits import KernelLimits
 from attention.backends.latent_prefix import LatentPrefix, chunks_up_to
 from attention.backends.lse_base import LseBase
-from attention.backends.per_tensor_scale import FP8, PerTensorScales, query_as
+from attention.backends.per_tensor_scale import FP8, latent_scale, query_as
 from attention.backends.split_workspace import split_workspace_bytes
 from attention.backends.vendor_backend import PrefixPlan, VendorBackend
 from attention.backends.zeroed_workspace import ZeroedWorkspace
@@ -56,7 +56,7 @@ class TokenspeedMlaBackend(VendorBackend):
         return reasons
 
     def _plan_prefix(self, plan: PrefixPlan) -> LatentPrefix:
-        return LatentPrefix(_Launch(plan, self._workspace, self._scales), chunks_up_to(MAX_HEADS))
+        return LatentPrefix(_Launch(plan, self._workspace), chunks_up_to(MAX_HEADS))
 
 
 class _Launch:
@@ -67,12 +67,9 @@ class _Launch:
     subtracts the rank, the kernel divides by the world, and doing so here as well is a known bug.
     """
 
-    def __init__(
-        self, plan: PrefixPlan, workspace: ZeroedWorkspace, scales: PerTensorScales
-    ) -> None:
+    def __init__(self, plan: PrefixPlan, workspace: ZeroedWorkspace) -> None:
         self._plan = plan
         self._workspace = workspace
-        self._scales = scales
         self._tables: tuple[Tensor, Tensor] | None = None
 
     def __call__(self, q: Tensor, cache: MLACache) -> AttentionResult:
@@ -82,7 +79,7 @@ class _Launch:
         block_tables, seq_lens = self._tables
         batch_size, num_heads, width = q.shape
         num_bytes = split_workspace_bytes(batch_size, num_heads, rank, q.device)
-        kv_scale = self._scales.value(cache.scale)
+        kv_scale = latent_scale(cache)
         out, lse = importlib.import_module("tokenspeed_mla").tokenspeed_mla_decode(
             query=query_as(q, cache.latent.dtype)[:, None],
             kv_cache=cache.latent,

@@ -10,6 +10,7 @@ import torch
 from attention import accelerator
 from attention.backends.base import DecodeCall, DecodeKernel, ExtendKernel, ReservedDecode
 from attention.backends.scratch import Scratch
+from attention.backends.triton_fit import shared_memory_refusals
 from attention.interface import MLAGeometry
 from attention.rows import DecodeBounds, DecodeRows, ExtendRows
 
@@ -60,7 +61,7 @@ class TritonBackend:
         # Extend is given rows that are out of their pages and scales already.
         if needs.operations - {"extend"}:
             reasons += _pool_refusals(needs)
-        return reasons + _width_refusals(needs)
+        return [*reasons, *_width_refusals(needs), *shared_memory_refusals(needs)]
 
     def plan_decode(
         self,

@@ -45,13 +45,15 @@ class TritonDecodeKernel:
     ) -> SplitResult:
         """See SplitDecodeKernel."""
         self._check_window(window_key, window_value)
-        keys = LayerKeys(*cache, window_key, window_value)
+        keys = LayerKeys(
+            cache.key, cache.value, cache.key_scale, cache.value_scale, window_key, window_value
+        )
         return self._attend(keys, q, q.shape[-1], is_mla=False)
 
     def mla_splits(self, q: Tensor, cache: MLACache, window_latent: Tensor | None) -> SplitResult:
         """See SplitDecodeKernel."""
         self._check_window(window_latent)
-        latent, scale = cache
+        latent, scale = cache.latent, cache.scale
         keys = LayerKeys(latent, latent, scale, scale, window_latent, window_latent)
         return self._attend(keys, q, self._value_width, is_mla=True)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attention.backends.latent_prefix import LatentPrefix, chunks_up_to
 from attention.backends.lse_base import LseBase
-from attention.backends.per_tensor_scale import PerTensorScales, query_as
+from attention.backends.per_tensor_scale import latent_scale, query_as
 from attention.backends.vendor_backend import PrefixPlan, VendorBackend
 from attention.backends.zeroed_workspace import ZeroedWorkspace
 from attention.interface import AttentionResult, MLACache
@@ -50,25 +50,22 @@ class TrtllmFamilyBackend(VendorBackend):
         return self._workspace.take(num_bytes, device)
 
     def _plan_prefix(self, plan: PrefixPlan) -> LatentPrefix:
-        return LatentPrefix(_Launch(self, plan, self._scales), chunks_up_to(MAX_HEADS))
+        return LatentPrefix(_Launch(self, plan), chunks_up_to(MAX_HEADS))
 
 
 class _Launch:
     """A LatentLaunch. The tables go to the device at the first layer's call."""
 
-    def __init__(
-        self, backend: TrtllmFamilyBackend, plan: PrefixPlan, scales: PerTensorScales
-    ) -> None:
+    def __init__(self, backend: TrtllmFamilyBackend, plan: PrefixPlan) -> None:
         self._backend = backend
         self._plan = plan
-        self._scales = scales
         self._tables: tuple[Tensor, Tensor] | None = None
 
     def __call__(self, q: Tensor, cache: MLACache) -> AttentionResult:
         live, rank = self._plan.live, self._plan.value_width
         batch_size, num_heads, width = q.shape
         block_tables, seq_lens = self._on_device(q.device)
-        kv_scale = self._scales.value(cache.scale)
+        kv_scale = latent_scale(cache)
         decode = importlib.import_module("flashinfer.mla").trtllm_batch_decode_with_kv_cache_mla
         out, lse = decode(
             query=query_as(q, cache.latent.dtype)[:, None],

@@ -11,7 +11,6 @@ import torch
 from attention import accelerator
 from attention.backends.kernel_limits import KernelLimits
 from attention.backends.live_prefix import LivePrefix, live_prefix
-from attention.backends.per_tensor_scale import PerTensorScales
 from attention.backends.prefix_and_window import PrefixAndWindowKernel, PrefixKernel
 from attention.backends.torch_backend import TorchBackend
 from attention.backends.triton_backend import TritonBackend
@@ -45,7 +44,6 @@ class VendorBackend(ABC):
     limits: KernelLimits
 
     def __init__(self) -> None:
-        self._scales = PerTensorScales()
         self._extend = _extend_backend()
 
     def refusals(self, needs: AttentionNeeds) -> list[str]:

@@ -1,8 +1,7 @@
 # mypy: ignore-errors
 """The Triton kernel of the fused exchange: merge local splits, push to peers, merge own heads.
 
-Imported only where triton is installed. The protocol and why it is safe: see fused. A word is
-int64: 32 bits of payload below, the step that wrote it above.
+Imported only where triton is installed. The protocol and why it is safe: see fused.
 """
 
 from __future__ import annotations
@@ -10,16 +9,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from attention.exchanges.fused_wire import (
+    await_arrivals,
+    await_row,
+    push_arrivals,
+    push_row,
+    region_of,
+)
 from attention.exchanges.piece_kernels import finite_top, home_of
 
 
 @triton.jit
 def _local_row(
-    out_ptr,
-    lse_ptr,
-    part_out_ptr,
-    part_lse_ptr,
-    slot_starts_ptr,
+    splits,
     token,
     head,
     col,
@@ -29,7 +31,10 @@ def _local_row(
     BLOCK_SLOTS: tl.constexpr,  # 0: no sequence has slots
     BLOCK_COLS: tl.constexpr,
 ):
-    """Columns `col` of this rank's result of a row in float32, and its lse; (0, -inf): no keys."""
+    """Columns `col` of this rank's result of a row in float32, and its lse; (0, -inf): no keys.
+
+    splits: the first five arguments of exchange_splits."""
+    out_ptr, lse_ptr, part_out_ptr, part_lse_ptr, slot_starts_ptr = splits
     row = tl.cast(token, tl.int64) * NUM_HEADS + head
     first = tl.cast(0, tl.int32)
     end = first
@@ -72,45 +77,15 @@ def _local_row(
 
 
 @triton.jit
-def _to_words(values, step, dtype: tl.constexpr, BLOCK_COLS: tl.constexpr):
-    """float32 [BLOCK_COLS] as words in `dtype`: one value a word, or two of 16 bits."""
-    if dtype.primitive_bitwidth == 32:
-        payload = values.to(tl.uint32, bitcast=True).to(tl.int64)
-    else:
-        low, high = tl.split(tl.reshape(values.to(dtype), [BLOCK_COLS // 2, 2]))
-        payload = low.to(tl.uint16, bitcast=True).to(tl.int64)
-        payload |= high.to(tl.uint16, bitcast=True).to(tl.int64) << 16
-    return payload | (step.to(tl.int64) << 32)
-
-
-@triton.jit
-def _from_words(words, dtype: tl.constexpr, BLOCK_COLS: tl.constexpr):
-    """The reverse of _to_words."""
-    if dtype.primitive_bitwidth == 32:
-        values = words.to(tl.uint32).to(tl.float32, bitcast=True)
-    else:
-        low = words.to(tl.uint16).to(dtype, bitcast=True)
-        high = (words >> 16).to(tl.uint16).to(dtype, bitcast=True)
-        values = tl.reshape(tl.join(low, high), [BLOCK_COLS]).to(tl.float32)
-    return values
-
-
-@triton.jit
-def _await_word(word_ptr, step):
-    """The word once it is of this step. A loop without anything in which threads must meet."""
-    word = tl.load(word_ptr, volatile=True)
-    while (word >> 32).to(tl.int32) != step:
-        word = tl.load(word_ptr, volatile=True)
-    return word
-
-
-@triton.jit
-def _await_words(words_ptr, is_word, step):
-    """The words once all of them are of this step."""
-    words = tl.load(words_ptr, mask=is_word, other=0, volatile=True)
-    while tl.sum((is_word & ((words >> 32).to(tl.int32) != step)).to(tl.int32), 0) > 0:
-        words = tl.load(words_ptr, mask=is_word, other=0, volatile=True)
-    return words
+def _with_peer(acc, total, top, values, lse):
+    """A running merge (sum of weighted rows, sum of weights, largest lse) and one more row."""
+    new_top = tl.maximum(top, lse)
+    base = finite_top(new_top)
+    shrink = tl.exp(top - base)
+    weight = tl.exp(lse - base)
+    total = total * shrink + weight
+    acc = acc * shrink + values * weight  # 0 was sent where there are no keys
+    return acc, total, new_top
 
 
 @triton.jit(do_not_specialize=["num_tokens", "first_program"])
@@ -146,11 +121,10 @@ def exchange_splits(
     NUM_OWN: tl.constexpr = HEAD_STARTS[RANK + 1] - FIRST_OWN
     NUM_OTHER: tl.constexpr = NUM_HEADS - NUM_OWN
     COL_BLOCKS: tl.constexpr = (DIM + BLOCK_COLS - 1) // BLOCK_COLS
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
-    PER_WORD: tl.constexpr = 32 // dtype.primitive_bitwidth
-    BLOCK_WORDS: tl.constexpr = BLOCK_COLS // PER_WORD
     LSE_START: tl.constexpr = MAX_ROWS * ROW_WORDS
     ARRIVAL: tl.constexpr = LSE_START + MAX_ROWS
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    splits = (out_ptr, lse_ptr, part_out_ptr, part_lse_ptr, slot_starts_ptr)
     program = first_program + tl.program_id(0)
     if PDL:
         # What follows reads what kernels before this one have written, the counts included.
@@ -161,11 +135,7 @@ def exchange_splits(
 
     if program < PROGRAMS:
         if program == 0:
-            for dest in tl.static_range(SIZE):
-                if dest != RANK and HEAD_STARTS[dest] == HEAD_STARTS[dest + 1]:
-                    idle = tl.load(addresses_ptr + dest).to(tl.pointer_type(tl.int64))
-                    region = idle + slot + (RANK - 1 if dest < RANK else RANK) * SOURCE_WORDS
-                    tl.store(region + ARRIVAL, step.to(tl.int64) << 32, cache_modifier=".wt")
+            push_arrivals(addresses_ptr, slot, step, RANK, SIZE, HEAD_STARTS, SOURCE_WORDS, ARRIVAL)
         if NUM_OTHER > 0:
             for item in range(program, num_tokens * NUM_OTHER * COL_BLOCKS, PROGRAMS):
                 other = item // COL_BLOCKS % NUM_OTHER
@@ -175,77 +145,34 @@ def exchange_splits(
                 dest, first, heads = home_of(head, HEAD_STARTS, SIZE)
                 col = block * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
                 out, lse = _local_row(
-                    out_ptr,
-                    lse_ptr,
-                    part_out_ptr,
-                    part_lse_ptr,
-                    slot_starts_ptr,
-                    token,
-                    head,
-                    col,
-                    NUM_HEADS,
-                    WINDOW,
-                    DIM,
-                    BLOCK_SLOTS,
-                    BLOCK_COLS,
+                    splits, token, head, col, NUM_HEADS, WINDOW, DIM, BLOCK_SLOTS, BLOCK_COLS
                 )
-                address = tl.load(addresses_ptr + dest).to(tl.pointer_type(tl.int64))
-                source_slot = tl.where(dest < RANK, RANK - 1, RANK).to(tl.int64) * SOURCE_WORDS
-                region = tl.multiple_of(address, 16) + (slot + source_slot)
+                region = region_of(addresses_ptr, dest, slot, RANK, SOURCE_WORDS)
                 row = tl.cast(token * heads + head - first, tl.int64)
-                word = block * BLOCK_WORDS + tl.arange(0, BLOCK_WORDS)
-                tl.store(
-                    region + row * ROW_WORDS + word,
-                    _to_words(out, step, dtype, BLOCK_COLS),
-                    mask=word < ROW_WORDS,
-                    cache_modifier=".wt",
+                push_row(
+                    region, row, block, out, lse, step, dtype, ROW_WORDS, LSE_START, BLOCK_COLS
                 )
-                if block == 0:
-                    bits = lse.to(tl.uint32, bitcast=True).to(tl.int64)
-                    tl.store(
-                        region + LSE_START + row,
-                        bits | (step.to(tl.int64) << 32),
-                        cache_modifier=".wt",
-                    )
     else:
+        received = received_ptr + slot
         if NUM_OWN == 0 and program == PROGRAMS:
-            for source in tl.static_range(SIZE - 1):
-                _await_word(received_ptr + slot + source * SOURCE_WORDS + ARRIVAL, step)
+            await_arrivals(received, step, SIZE, SOURCE_WORDS, ARRIVAL)
         if NUM_OWN > 0:
             for item in range(program - PROGRAMS, num_tokens * NUM_OWN * COL_BLOCKS, PROGRAMS):
                 row = tl.cast(item // COL_BLOCKS, tl.int64)
                 block = item % COL_BLOCKS
+                token = item // (COL_BLOCKS * NUM_OWN)
+                head = FIRST_OWN + item // COL_BLOCKS % NUM_OWN
                 col = block * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
                 acc, top = _local_row(
-                    out_ptr,
-                    lse_ptr,
-                    part_out_ptr,
-                    part_lse_ptr,
-                    slot_starts_ptr,
-                    item // (COL_BLOCKS * NUM_OWN),
-                    FIRST_OWN + item // COL_BLOCKS % NUM_OWN,
-                    col,
-                    NUM_HEADS,
-                    WINDOW,
-                    DIM,
-                    BLOCK_SLOTS,
-                    BLOCK_COLS,
+                    splits, token, head, col, NUM_HEADS, WINDOW, DIM, BLOCK_SLOTS, BLOCK_COLS
                 )
                 total = tl.where(top == float("-inf"), 0.0, tl.exp(top - top))
-                word = block * BLOCK_WORDS + tl.arange(0, BLOCK_WORDS)
                 for source in tl.static_range(SIZE - 1):
-                    region = received_ptr + slot + source * SOURCE_WORDS
-                    words = _await_words(region + row * ROW_WORDS + word, word < ROW_WORDS, step)
-                    values = _from_words(words, dtype, BLOCK_COLS)
-                    lse_word = _await_word(region + LSE_START + row, step)
-                    lse = lse_word.to(tl.uint32).to(tl.float32, bitcast=True)
-                    new_top = tl.maximum(top, lse)
-                    base = finite_top(new_top)
-                    shrink = tl.exp(top - base)
-                    weight = tl.exp(lse - base)
-                    total = total * shrink + weight
-                    acc = acc * shrink + values * weight  # 0 was sent where there are no keys
-                    top = new_top
+                    region = received + source * SOURCE_WORDS
+                    values, lse = await_row(
+                        region, row, block, step, dtype, ROW_WORDS, LSE_START, BLOCK_COLS
+                    )
+                    acc, total, top = _with_peer(acc, total, top, values, lse)
                 merged = acc * tl.where(total == 0.0, 0.0, 1.0 / total)
                 tl.store(merged_ptr + row * DIM + col, merged.to(dtype), mask=col < DIM)
     # Every thread has read the count before any writes it.

@@ -100,6 +100,10 @@ class StripedPagePool:
         self.stripe = stripe
         self.device = torch.device(device)
         self._stores = [self._new_store(width) for width in spec.widths]
+        # What `scale` of the stores holds, where that is a number a layer: never read back.
+        self._host_scales: list[tuple[float, ...] | None] = [
+            (1.0,) * len(self._stores) if spec.scale_mode == "per_tensor" else None
+        ] * spec.num_layers
         self._mover = row_mover(self._stores, stripe)
 
     def _new_store(self, width: int) -> RowStore:
@@ -138,22 +142,25 @@ class StripedPagePool:
         for store, scale in zip(self._stores, scales, strict=True):
             if store.scale is not None:
                 store.scale[layer].fill_(scale)
+        self._host_scales[layer] = tuple(torch.tensor(scales).tolist())
 
     def layer(self, layer: int) -> GQACache | MLACache:
         """One layer's cache as attention reads it: views, never copies."""
         pages = (self.num_pages, self.stripe.page_size)
         rows = [store.rows[layer] for store in self._stores]
+        host = self._host_scales[layer]
         if self.spec.kind == "mla":
             scale = self._stores[0].scale
             if scale is not None:
                 scale = scale[layer].view(pages if self._stores[0].is_per_token else (1,))
-            return MLACache(rows[0].view(*pages, -1), scale)
+            return MLACache(rows[0].view(*pages, -1), scale, None if host is None else host[0])
         key_scale, value_scale = (
             None if store.scale is None else store.scale[layer] for store in self._stores
         )
         heads = (*pages, self.spec.num_heads)
         key, value = (tensor.view(*heads, tensor.shape[-1]) for tensor in rows)
-        return GQACache(key, value, key_scale, value_scale)
+        host_scales = None if host is None else (host[0], host[1])
+        return GQACache(key, value, key_scale, value_scale, host_scales)
 
     def write_plan(self, slots: LogicalSlots, into: WritePlan | None = None) -> WritePlan:
         """Plan of a step's writes; the owner filter and the division happen behind this door.

@@ -8,10 +8,12 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
+
 from attention.dispatch import AttentionChoice, AttentionNeeds, UnsupportedCombination, choose
-from attention.exchanges.base import ExchangeLimits
 from attention.interface import GQAGeometry, MLAGeometry
 from attention.layout import HeadLayout, StripeLayout
+from kvbraid.engine.captured_forward import DecodeLimits
 from kvbraid.errors import ConfigError
 from kvbraid.model.config import ModelConfig
 from kvbraid.settings import ParallelSettings
@@ -24,10 +26,14 @@ def attention_needs(
     parallel: ParallelSettings,
     heads: HeadLayout,
     stripe: StripeLayout,
-    limits: ExchangeLimits,
+    limits: DecodeLimits,
+    device: torch.device,
     num_hosts: int,
 ) -> AttentionNeeds:
-    """What a worker asks of its attention. num_hosts: over which a DCP group is spread."""
+    """What a worker asks of its attention. num_hosts: over which a DCP group is spread.
+
+    Kernels bound the sequences of a step, however many tokens their windows have.
+    """
     return AttentionNeeds(
         geometry=_geometry(config),
         num_q_heads=heads.num_q_heads,
@@ -36,12 +42,12 @@ def attention_needs(
         dcp_size=parallel.dcp_size,
         page_size=stripe.page_size,
         interleave=stripe.interleave,
-        device=limits.device.type,
+        device=device.type,
         dtype=limits.dtype,
         kv_dtype=limits.dtype,
         q_mode=parallel.q_mode,
         num_hosts=num_hosts,
-        max_batch_size=limits.max_tokens,
+        max_batch_size=limits.max_num_seqs,
         operations=frozenset({"decode", "verify", "extend"}),
     )
 

@@ -33,7 +33,7 @@ from kvbraid.worker.engine_watch import EngineWatch
 from kvbraid.worker.grant_issuer import GrantIssuer
 from kvbraid.worker.info_servicer import WorkerInfoServicer, add_info_service
 from kvbraid.worker.rank import Rank
-from kvbraid.worker.rank_assembly import num_compute_threads
+from kvbraid.worker.rank_compute import num_compute_threads
 from kvbraid.worker.rank_watch import follow_ranks, watch_rank
 from kvbraid.worker.request_streams import RequestStreams
 from kvbraid.worker.window_rehearsal import rehearse_windows

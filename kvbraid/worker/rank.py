@@ -30,11 +30,9 @@ from kvbraid.worker.rank_assembly import (
     BuiltRank,
     RankSettings,
     build_rank,
-    communicator_kind,
-    compute_device,
-    compute_dtype,
     kv_layout,
 )
+from kvbraid.worker.rank_compute import communicator_kind, compute_device, compute_dtype
 
 # Ranks may load their weights at different speeds before they meet again; the heartbeats, not this,
 # find a rank or a host that is dead or frozen.

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import logging
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from attention.dcp import DcpAttention
-from attention.exchanges.base import ExchangeLimits
 from attention.interface import Group
-from attention.layout import HeadLayout, StripeLayout
+from attention.layout import StripeLayout
 from kvbraid.engine.captured_forward import CapturedForward, DecodeLimits
 from kvbraid.engine.communicator import RankGroups
 from kvbraid.engine.cuda_graph import CudaGraphCapture
@@ -24,7 +20,6 @@ from kvbraid.engine.rank_executor import RankExecutor
 from kvbraid.engine.rank_state import RankState
 from kvbraid.engine.ranks import RankContext
 from kvbraid.engine.ratio_verification import RatioTest
-from kvbraid.engine.sampled_exchange import sampled
 from kvbraid.engine.step_forward import EagerForward, RankModel, StepForward
 from kvbraid.engine.verification import ExactMatch, Verification
 from kvbraid.errors import ConfigError
@@ -44,17 +39,10 @@ from kvbraid.settings import (
 from kvbraid.speculative.drafter_source import open_drafter
 from kvbraid.speculative.fused_rows import FusedRows
 from kvbraid.speculative.tap_fusion import load_tap_fusion
-from kvbraid.worker.attention_choice import (
-    attention_needs,
-    capture_obstacles,
-    choose_attention,
-)
+from kvbraid.worker.attention_assembly import build_attention
 from kvbraid.worker.drafter_warm_up import warm_up_fusion
 from kvbraid.worker.pool_assembly import build_pool, kv_spec
-
-logger = logging.getLogger(__name__)
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+from kvbraid.worker.rank_compute import compute_device, compute_dtype
 
 
 class RankSettings(Protocol):
@@ -88,21 +76,6 @@ class BuiltRank:
     fused_rows: FusedRows | None = None
 
 
-def compute_device(settings: ModelSettings, local_rank: int) -> torch.device:
-    """The torch device of a rank: `auto` takes the local rank's GPU when there is one."""
-    name = settings.device
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device("cuda", local_rank) if name == "cuda" else torch.device(name)
-
-
-def compute_dtype(settings: ModelSettings, device: torch.device) -> torch.dtype:
-    """float32 on CPU, bfloat16 on GPUs, unless the settings say otherwise."""
-    if settings.dtype == "auto":
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
-    return _DTYPES[settings.dtype]
-
-
 def kv_layout(
     config: ModelConfig,
     parallel: ParallelSettings,
@@ -130,30 +103,6 @@ def kv_layout(
         raise ConfigError(str(error)) from error
 
 
-def communicator_kind(context: RankContext, parallel: ParallelSettings) -> str:
-    """`auto` is nccl on GPUs, shared memory for CPU ranks of one host, gloo otherwise."""
-    if parallel.communicator != "auto":
-        return parallel.communicator
-    if torch.cuda.is_available():
-        return "nccl"
-    return "shared_memory" if context.is_one_host else "gloo"
-
-
-def num_compute_threads(
-    parallel: ParallelSettings, local_world_size: int, device: torch.device
-) -> int:
-    """Share the host's cores among its ranks; more threads than cores only wait for each other.
-
-    A rank on a GPU has nothing but small tensors on its host. Waking a team of threads for one of
-    them, which torch does from 32768 numbers on, may take as long as dozens of decode steps.
-    """
-    if parallel.threads_per_rank:
-        return parallel.threads_per_rank
-    if device.type != "cpu":
-        return 1
-    return max(1, len(os.sched_getaffinity(0)) // local_world_size)
-
-
 def build_rank(
     *,
     settings: RankSettings,
@@ -172,14 +121,20 @@ def build_rank(
     """
     device = compute_device(settings.model, context.local_rank)
     dtype = compute_dtype(settings.model, device)
-    heads, stripe = layout.heads(context.rank), layout.stripe(context.rank)
     limits = DecodeLimits(
         settings.scheduler.max_num_seqs, _max_window(settings, config), max_model_len, dtype
     )
-    exchanged = ExchangeLimits(limits.max_num_seqs * limits.max_window, dtype, device)
-    attention, backend, is_captured = _attention(
-        config, settings.parallel, heads, stripe, groups.dcp, exchanged, context, observe_exchange
+    built = build_attention(
+        config=config,
+        parallel=settings.parallel,
+        context=context,
+        layout=layout,
+        group=groups.dcp,
+        limits=limits,
+        device=device,
+        observe_exchange=observe_exchange,
     )
+    heads, stripe = layout.heads(context.rank), layout.stripe(context.rank)
     parallel = ParallelContext(heads, groups.tp, settings.parallel.q_mode)
     model = model or load_model(settings.model.model, parallel=parallel, dtype=dtype, device=device)
     state = RankState(limits.max_num_seqs, -(-max_model_len // stripe.logical_page_size))
@@ -187,8 +142,8 @@ def build_rank(
     pool = _pool(settings.kv, spec, stripe, state, groups.control, device)
     fused_rows = _fused_rows(settings, context, config, pool, dtype)
     layers = None if fused_rows is None else fused_rows.layers
-    rank_model = RankModel(model, attention, pool, device, layers)
-    forward = _forward(rank_model, limits, is_captured)
+    rank_model = RankModel(model, built.attention, pool, device, layers)
+    forward = _forward(rank_model, limits, built.is_captured)
     runner = _runner(rank_model, forward, state, groups.tp, fused_rows)
     verification = _verification(settings.speculative, model, config, groups.tp)
     return BuiltRank(
@@ -206,7 +161,7 @@ def build_rank(
         runner=runner,
         state=state,
         num_pages=pool.num_pages,
-        backend=backend,
+        backend=built.backend,
         device=device,
         dtype=dtype,
         verification=verification,
@@ -288,35 +243,3 @@ def _fused_rows(
         dtype=dtype,
         pads_taps=pool.device.type != "cpu",
     )
-
-
-def _attention(
-    config: ModelConfig,
-    parallel: ParallelSettings,
-    heads: HeadLayout,
-    stripe: StripeLayout,
-    group: Group,
-    limits: ExchangeLimits,
-    context: RankContext,
-    observe_exchange: Callable[[float], object],
-) -> tuple[DcpAttention, str, bool]:
-    """The attention, its backend's name and whether decode is captured in graphs."""
-    num_hosts = -(-parallel.dcp_size // context.local_world_size)
-    needs = attention_needs(config, parallel, heads, stripe, limits, num_hosts)
-    communicator = communicator_kind(context, parallel)
-    choice, is_captured = choose_attention(
-        needs, parallel, capture_obstacles(config, communicator, parallel.tp_size)
-    )
-    for warning in choice.warnings:
-        logger.warning(warning)
-    attention = DcpAttention(
-        geometry=needs.geometry,
-        stripe=stripe,
-        heads=heads,
-        group=group,
-        backend=choice.backend,
-        exchange=sampled(choice.exchange, observe_exchange),
-        q_mode=parallel.q_mode,
-        limits=limits,
-    )
-    return attention, choice.backend.name, is_captured

@@ -24,7 +24,7 @@ from kvbraid.worker.endpoints import gather_endpoints
 from kvbraid.worker.engine_thread import EngineFailedError, EngineThread
 from kvbraid.worker.leader import AddServices, lead
 from kvbraid.worker.rank import Rank, WorkerSettings, prepared_rank
-from kvbraid.worker.rank_assembly import num_compute_threads
+from kvbraid.worker.rank_compute import num_compute_threads
 from kvbraid.worker.rank_watch import rank_endpoint, served_rank
 
 logger = logging.getLogger(__name__)

@@ -33,12 +33,13 @@ DECODE = {
     "split_mla": [
         decode.Case("mla512", 16, BF16, 2, PAGE_64, ONE, "page", 0),
         decode.Case("mla512", 16, BF16, 2, PAGE_16, CAUSAL, "tiny", 1),
-        decode.Case("mla512", 64, BF16, 1, PAGE_64, ONE, "long", 0),
+        decode.Case("mla512", 20, BF16, 1, PAGE_64, CAUSAL, "long", 0),
         decode.Case("mla64", 5, BF16, 3, (1, 1), CAUSAL, "tiny", 2),
     ],
     "split_mla_wide": [
         decode.Case("mla512", 128, BF16, 2, PAGE_64, CAUSAL, "page", 1),
         decode.Case("mla512", 32, BF16, 2, PAGE_64, FULL, "page", 0),
+        decode.Case("mla512", 64, BF16, 1, PAGE_64, ONE, "long", 0),
         decode.Case("mla512", 128, BF16, 1, PAGE_64, CAUSAL, "long", 0),
     ],
     "split_mla_fp8": [

@@ -231,8 +231,11 @@ def rank_result(problem: Problem, backend: FlashInferBackend, rank: int) -> Atte
     if case.kv_index is None:
         latent = None if window_key is None else window_key[:, 0]
         return kernel.mla(problem.q, MLACache(key[:, :, 0]), latent)
-    scale = None if case.kv_scale is None else torch.tensor([case.kv_scale], device=DEVICE)
-    cache = GQACache(key, problem.pool(problem.values, rank), scale, scale)
+    value = problem.pool(problem.values, rank)
+    cache = GQACache(key, value)
+    if case.kv_scale is not None:
+        scale = torch.tensor([case.kv_scale], device=DEVICE)
+        cache = GQACache(key, value, scale, scale, (case.kv_scale, case.kv_scale))
     return kernel.gqa(problem.q, cache, window_key, problem.window_rows(problem.values))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
@@ -14,6 +13,7 @@ from attention.backends.triton_backend import TritonBackend
 from attention.interface import DecodeBatch, GQACache, MLACache
 from attention.layout import StripeLayout
 from attention.rows import decode_rows
+from tests.unit.attention.compiled_kernel import Recorder, shared_bytes
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is absent"),
@@ -23,26 +23,6 @@ pytestmark = [
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 ADA = ("cuda", 89, 32)
 MI300 = ("hip", "gfx942", 64)
-TYPES = {
-    torch.bfloat16: "*bf16",
-    torch.float32: "*fp32",
-    torch.int16: "*i16",
-    torch.int32: "*i32",
-}
-
-
-@dataclass
-class Recorder:
-    """Stands in for a kernel and keeps the arguments of its launch."""
-
-    arguments: tuple[Any, ...] = ()
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def __getitem__(self, grid: tuple[int, int]) -> Recorder:
-        return self
-
-    def __call__(self, *arguments: object, **options: object) -> None:
-        self.arguments, self.options = arguments, options
 
 
 def launch_mla(kv_dtype: torch.dtype, heads: int, window: int = 1) -> None:
@@ -68,26 +48,6 @@ def plan(heads: int, value_width: int, window: int = 1) -> Any:
         value_width=value_width,
         device=torch.device("cpu"),
     )
-
-
-def shared_bytes(kernel: Any, launch: Recorder, target: tuple[Any, ...]) -> int:
-    """Of shared memory, of the kernel compiled for the recorded launch on `target`."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    constants = {key: x for key, x in launch.options.items() if key in kernel.arg_names}
-    options = {key: x for key, x in launch.options.items() if key not in kernel.arg_names}
-    signature = {name: "constexpr" for name in kernel.arg_names}
-    attributes = {}
-    for i, (name, x) in enumerate(zip(kernel.arg_names, launch.arguments, strict=False)):
-        is_tensor = isinstance(x, torch.Tensor)
-        signature[name] = TYPES[x.dtype] if is_tensor else "fp32" if type(x) is float else "i32"
-        if is_tensor or signature[name] == "i32":
-            attributes[(i,)] = [["tt.divisibility", 16]]
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    compiled = triton.compile(source, target=GPUTarget(*target), options=options)
-    return int(compiled.metadata.shared)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ def mla_shape(
     rows: int,
     *,
     keys: int = 1 << 20,
+    window: int = 1,
     itemsize: int = 2,
     has_gluon: bool = True,
     has_wide: bool = True,
@@ -19,6 +20,7 @@ def mla_shape(
         is_mla=True,
         rows=rows,
         keys=keys,
+        window=window,
         dim=512,
         itemsize=itemsize,
         has_gluon=has_gluon,
@@ -32,9 +34,19 @@ def test_many_rows_go_to_the_wide_kernel_in_the_only_shape_that_it_has(rows: int
     assert (shape.gluon, shape.wide, shape.block_rows, shape.num_warps) == (True, True, 64, 4)
 
 
-@pytest.mark.parametrize(("rows", "is_wide"), [(64, False), (65, True)])
-def test_one_block_of_rows_needs_many_keys_for_two_warpgroups(rows: int, is_wide: bool) -> None:
-    assert mla_shape(rows, keys=128 << 10).wide is is_wide
+@pytest.mark.parametrize(
+    ("rows", "keys", "window", "is_wide"),
+    [
+        (64, 128 << 10, 4, False),
+        (65, 128 << 10, 5, True),
+        (64, 256 << 10, 4, True),
+        (64, 128 << 10, 1, True),
+    ],
+)
+def test_one_block_of_rows_with_a_window_needs_many_keys_for_two_warpgroups(
+    rows: int, keys: int, window: int, is_wide: bool
+) -> None:
+    assert mla_shape(rows, keys=keys, window=window).wide is is_wide
 
 
 @pytest.mark.parametrize("rows", [1, 16, 17, 32])
@@ -89,6 +101,7 @@ def test_programs_over_fp8_keys_of_kv_heads_fit_the_registers_of_an_sm(
         is_mla=False,
         rows=4,
         keys=1 << 20,
+        window=1,
         dim=dim,
         itemsize=1,
         has_gluon=False,

@@ -15,7 +15,6 @@ from attention.backends.aiter_mla import RESTRICTED_HEADS, head_chunks
 from attention.backends.flashinfer_backend import FlashInferBackend
 from attention.backends.latent_prefix import chunks_up_to
 from attention.backends.lse_base import LseBase
-from attention.backends.per_tensor_scale import PerTensorScales, query_as
 from attention.backends.torch_backend import TorchBackend
 from attention.dcp import DcpAttention
 from attention.exchanges.a2a import A2AExchange
@@ -155,27 +154,6 @@ def test_rank_0_refuses_a_verify_step_without_its_window(name, stripe_rows, monk
         attend_on_rank(problem, adapter.make(), 0)
 
 
-@pytest.mark.parametrize("name", ["trtllm_mla", "cutedsl_mla", "tokenspeed_mla", "aiter"])
-def test_fp8_scales_reach_the_kernel(name, stripe_rows, monkeypatch):
-    """Against float64 over the dequantised pool; the NVIDIA kernels also quantise the query."""
-    adapter = ADAPTERS[name]
-    adapter.install(monkeypatch, None)
-    step = Step((70, 3, 0), heads=8, page_size=64, dcp_size=2, kv_scale=0.03)
-    problem = Problem(step, stripe_rows)
-    q = problem.q if name == "aiter" else query_as(problem.q, torch.float8_e4m3fn)
-    assert_step_is_exact(problem, adapter.make(), q=q)
-
-
-@pytest.mark.parametrize("name", ["trtllm_mla", "tokenspeed_mla"])
-def test_a_window_over_an_fp8_pool(name, stripe_rows, monkeypatch):
-    adapter = ADAPTERS[name]
-    adapter.install(monkeypatch, None)
-    step = Step((70, 3, 0), heads=8, page_size=64, dcp_size=2, kv_scale=2**-5, window=3)
-    problem = Problem(step, stripe_rows)
-    problem.q = query_as(problem.q, torch.float8_e4m3fn).to(torch.bfloat16)
-    assert_step_is_exact(problem, adapter.make())
-
-
 @pytest.mark.parametrize("window", [1, 3])
 @pytest.mark.parametrize("heads", GQA_HEADS)
 def test_flashinfer_serves_grouped_heads(heads, window, stripe_rows, monkeypatch):
@@ -195,12 +173,6 @@ def test_flashinfer_serves_grouped_heads(heads, window, stripe_rows, monkeypatch
     assert kinds == (
         {"decode plan", "decode run"} if window == 1 else {"prefill plan", "prefill run"}
     )
-
-
-def test_flashinfer_grouped_heads_over_an_fp8_pool(stripe_rows, monkeypatch):
-    ADAPTERS["flashinfer"].install(monkeypatch, None)
-    step = Step((70, 3, 0, None), heads=8, kv_index=(0,) * 4 + (1,) * 4, kv_scale=0.03)
-    assert_step_is_exact(Problem(step, stripe_rows), FlashInferBackend())
 
 
 def test_flashinfer_grouped_heads_notice_the_other_base(stripe_rows, monkeypatch):
@@ -278,24 +250,6 @@ def test_bases_and_minus_infinity():
     assert LseBase.E.to_natural(lse) is lse
     assert torch.allclose(LseBase.TWO.to_natural(lse)[:1], torch.tensor([3.0 * math.log(2.0)]))
     assert LseBase.TWO.to_natural(lse)[1] == float("-inf")
-
-
-def test_a_scale_is_read_once_and_must_be_one_number():
-    scales = PerTensorScales()
-    scale = torch.tensor([0.5])
-    assert scales.value(scale) == 0.5
-    scale.fill_(2.0)
-    assert scales.value(scale) == 0.5
-    assert scales.value(None) == 1.0
-    with pytest.raises(ValueError, match=r"shape \(4, 16\); this backend takes one number"):
-        scales.value(torch.ones(4, 16))
-
-
-def test_queries_saturate_in_fp8():
-    quantised = query_as(torch.tensor([1000.0, -1000.0, 1.0]), torch.float8_e4m3fn)
-    assert quantised.float().tolist() == [448.0, -448.0, 1.0]
-    q = torch.ones(1)
-    assert query_as(q, torch.bfloat16) is q
 
 
 @pytest.mark.parametrize("name", ADAPTERS)

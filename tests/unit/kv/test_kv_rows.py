@@ -58,6 +58,7 @@ def test_a_latent_has_one_scale_for_latent_and_rope_key() -> None:
     pool.write(0, pool.write_plan(logical(5)), latent, torch.tensor([[-56.0, 7.0]]))
     cache = pool.layer(0)
     assert isinstance(cache, MLACache)
+    assert cache.host_scale is None
     assert cache.scale is not None
     assert cache.scale.shape == (4, 4)
     assert cache.scale[1, 1] == 0.125
@@ -73,13 +74,25 @@ def test_per_tensor_scales_are_given_a_layer_and_large_numbers_saturate() -> Non
     first, second = pool.layer(0), pool.layer(1)
     assert isinstance(first, GQACache)
     assert isinstance(second, GQACache)
-    assert [float(scale) for scale in (*first[2:], *second[2:]) if scale is not None] == [
+    assert [float(scale) for scale in (*first[2:4], *second[2:4]) if scale is not None] == [
         *(1.0, 1.0),
         *(0.5, 4.0),
     ]
+    assert (first.host_scales, second.host_scales) == ((1.0, 1.0), (0.5, 4.0))
     assert first.key[1, 1, 0].tolist() == [3.0, -448.0]
     assert second.key[1, 1, 0].tolist() == [6.0, -448.0]
     assert second.value[1, 1, 0].tolist() == [0.75, -256.0]
+
+
+def test_a_scale_is_the_same_number_on_the_host() -> None:
+    """0.1 is none that float32 can hold."""
+    pool = poisoned(KvSpec("mla", 2, 1, 6, 0, FP8, "per_tensor"))
+    pool.set_scales(1, 0.1)
+    unset, cache = pool.layer(0), pool.layer(1)
+    assert isinstance(unset, MLACache)
+    assert isinstance(cache, MLACache)
+    assert cache.scale is not None
+    assert (unset.host_scale, cache.host_scale) == (1.0, float(cache.scale))
 
 
 def test_bytes_count_the_scales() -> None:

@@ -11,13 +11,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from attention.backends.trtllm_mla import TrtllmMlaBackend
 from attention.dispatch import AttentionNeeds
 from attention.interface import MLAGeometry
+from attention.layout import HeadLayout, StripeLayout
+from kvbraid.engine.captured_forward import DecodeLimits
 from kvbraid.errors import ConfigError
 from kvbraid.model.loader import load_config
 from kvbraid.settings import ParallelSettings
-from kvbraid.worker.attention_choice import capture_obstacles, choose_attention
-from tests.unit.attention.vendor_doubles.machine import HOPPER, pretend
+from kvbraid.worker.attention_choice import (
+    attention_needs,
+    capture_obstacles,
+    choose_attention,
+)
+from tests.unit.attention.vendor_doubles.machine import BLACKWELL, HOPPER, pretend
 
 EXPERTS = load_config(str(Path(__file__).parents[2] / "assets" / "tiny-mla"))
 DENSE = replace(EXPERTS, moe=None)
@@ -36,6 +43,27 @@ NEEDS = AttentionNeeds(
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, HOPPER)
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "reasons"),
+    [(8192, []), (8193, ["max_batch_size 8193 is above 8192"])],
+)
+def test_kernels_are_asked_for_sequences_however_wide_their_windows(
+    max_num_seqs: int, reasons: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(monkeypatch, BLACKWELL)
+    latent = replace(EXPERTS.mla, kv_lora_rank=512, qk_rope_head_dim=64)
+    needs = attention_needs(
+        replace(EXPERTS, mla=latent),
+        ParallelSettings(),
+        HeadLayout(EXPERTS.num_q_heads, 1, 1, 0, 1),
+        StripeLayout(1, 0, 64),
+        DecodeLimits(max_num_seqs, max_window=4, max_model_len=64, dtype=torch.bfloat16),
+        torch.device("cuda"),
+        num_hosts=1,
+    )
+    assert TrtllmMlaBackend().refusals(needs) == reasons
 
 
 @pytest.mark.parametrize("wanted", ["auto", "always"])

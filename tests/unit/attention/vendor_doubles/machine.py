@@ -22,6 +22,8 @@ PACKAGES: Mapping[str, Version] = {
 }
 _DISTRIBUTIONS = {"flashinfer": "flashinfer-python"}
 
+VOLTA = Accelerator("nvidia", "sm70")
+TURING = Accelerator("nvidia", "sm75")
 AMPERE = Accelerator("nvidia", "sm80")
 ADA = Accelerator("nvidia", "sm89")
 HOPPER = Accelerator("nvidia", "sm90")

@@ -93,10 +93,12 @@ class Problem:
         return rows.double() * (self.step.kv_scale or 1.0)
 
     def cache(self, rank: int) -> GQACache | MLACache:
-        scale = None if self.step.kv_scale is None else torch.tensor([self.step.kv_scale])
+        number = self.step.kv_scale
+        scale = None if number is None else torch.tensor([number])
         if self.step.is_mla:
-            return MLACache(self.pools[rank][0][:, :, 0], scale)
-        return GQACache(*self.pools[rank], scale, scale)
+            return MLACache(self.pools[rank][0][:, :, 0], scale, number)
+        numbers = None if number is None else (number, number)
+        return GQACache(*self.pools[rank], scale, scale, numbers)
 
     def window_rows(self, sequences: Sequence[Tensor]) -> Tensor | None:
         """[B * w, Hk, W] in the model dtype; NaN for padding sequences."""

@@ -16,7 +16,8 @@ from tests.unit.attention.vendor_doubles.recording import (
 )
 
 FP8 = torch.float8_e4m3fn
-COUNTER_BYTES = 8192 * 256 * 4
+MAX_SEQUENCES = 8192
+COUNTER_BYTES = MAX_SEQUENCES * 256 * 4
 NUM_SMS = 148
 DOCUMENTED_BASES = {"trtllm-gen": BASE_2, "cute-dsl": BASE_E}
 
@@ -106,6 +107,7 @@ class TrtllmDouble:
         key = workspace.data_ptr()
         require(self._known_workspaces.setdefault(key, backend) == backend, "shared workspace")
         if backend == "trtllm-gen":
+            require(batch <= MAX_SEQUENCES, f"counters of {batch} sequences")
             require(not bool(workspace[:COUNTER_BYTES].any()), "counters are not zero")
             slab = 8 * heads * batch * -(-q_len // 256) * 256 + (1 << 20)
             require(workspace.numel() >= COUNTER_BYTES + slab, "no room for the LSE slab")
