@@ -40,12 +40,13 @@ class _StreamCall(Generic[Message]):
     def __init__(self, call: grpc.aio.UnaryStreamCall[Any, Message], peer: str) -> None:
         self._call = call
         self._ended_by: BaseException | None = None
+        self._translated_errors = translated_rpc_errors(peer)
         self.peer = peer
 
     async def next_message(self) -> Message | None:
         """The next message, None at the end. Raises the peer's error, or what `end` was given."""
         try:
-            with translated_rpc_errors(self.peer):
+            with self._translated_errors:
                 message = await self._call.read()
         except RequestCancelledError as error:
             # Nobody here cancelled it, so the peer stopped in the middle.
@@ -98,15 +99,19 @@ class DecodeCall:
 
     async def grant(self) -> Grant:
         """The first message of a call that expects a handoff."""
-        message = await self._next()
+        message = await self._stream.next_message()
         if message is None or not message.HasField("grant"):
             raise UnavailableError(f"{self._stream.peer}: no grant came first")
+        self._note_cached(message)
         return message.grant
 
     async def read(self) -> TokenChunk | None:
         """The next tokens, None at the end of the stream."""
-        message = await self._next()
-        return None if message is None else chunk_from_proto(message.chunk)
+        message = await self._stream.next_message()
+        if message is None:
+            return None
+        self._note_cached(message)
+        return chunk_from_proto(message.chunk)
 
     async def start(self, grant: Grant, first_token_id: int, *, timeout_s: float) -> None:
         """Gives the decode worker the first token of the handed-off prompt."""
@@ -120,11 +125,9 @@ class DecodeCall:
         with translated_rpc_errors(self._stream.peer):
             await self._stub.Start(message, timeout=timeout_s, metadata=_metadata(request.ref))
 
-    async def _next(self) -> decode_pb2.DecodeResponse | None:
-        message = await self._stream.next_message()
-        if message is not None and message.HasField("num_cached_tokens"):
+    def _note_cached(self, message: decode_pb2.DecodeResponse) -> None:
+        if message.HasField("num_cached_tokens"):
             self.num_cached_tokens = message.num_cached_tokens
-        return message
 
 
 class PrefillCall:

@@ -48,7 +48,7 @@ class Completion:
         return SequenceRequest(
             ref=RequestRef(request.request_id, attempt, incarnation),
             index=self.index,
-            token_ids=(*request.prompt_ids, *self.emitted),
+            token_ids=request.prompt_ids + tuple(self.emitted),
             num_prompt_tokens=len(request.prompt_ids),
             # Stop strings and n are ours: workers know tokens of one sequence only.
             sampling=replace(request.sampling, max_tokens=remaining, stop=(), n=1),
@@ -72,8 +72,17 @@ class Completion:
             self._num_cached_tokens = num_cached_tokens
         if chunk.finish_reason is FinishReason.ABORT:
             raise RequestCancelledError("the request was aborted on its worker")
-        self._num_drafts += chunk.num_drafts
-        self._num_accepted += chunk.num_accepted
+        text, num_taken = self._take(chunk)
+        self.finish_reason = self._reason(chunk, num_taken)
+        if self.finish_reason is not None:
+            text += self._text.finish()
+        taken = chunk.cut(num_taken, self.finish_reason)
+        self._num_drafts += taken.num_drafts
+        self._num_accepted += taken.num_accepted
+        return CompletionDelta(self.index, taken, text, self._usage())
+
+    def _take(self, chunk: TokenChunk) -> tuple[str, int]:
+        """Text of the chunk's tokens up to the one that ends the completion, and their number."""
         text = ""
         num_taken = 0
         for token_id in chunk.token_ids:
@@ -84,16 +93,7 @@ class Completion:
                 text += self._text.push(token_id)
             if self._text.stopped or len(self.emitted) >= self._max_tokens:
                 break
-        self.finish_reason = self._reason(chunk, num_taken)
-        if self.finish_reason is not None:
-            text += self._text.finish()
-        taken = replace(
-            chunk,
-            token_ids=chunk.token_ids[:num_taken],
-            logprobs=chunk.logprobs[:num_taken],
-            finish_reason=self.finish_reason,
-        )
-        return CompletionDelta(self.index, taken, text, self._usage())
+        return text, num_taken
 
     def _is_stop_token(self, token_id: int, reason: FinishReason | None) -> bool:
         return reason is FinishReason.STOP and token_id in self._stop_token_ids

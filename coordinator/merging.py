@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
 from typing import TypeVar
 
 Item = TypeVar("Item")
 
 
-async def merge(streams: Sequence[AsyncGenerator[Item]]) -> AsyncGenerator[Item]:
+def merge(streams: Sequence[AsyncGenerator[Item]]) -> AsyncGenerator[Item]:
     """Items of all streams; ends after the last one. The first error ends all and is raised.
 
     Leaving it early closes every stream. A stream is read one item ahead at most, so a client that
     does not read holds all of them back.
     """
-    if len(streams) == 1:
-        async with aclosing(streams[0]) as only:
-            async for item in only:
-                yield item
-        return
+    return streams[0] if len(streams) == 1 else _merged(streams)
+
+
+async def _merged(streams: Sequence[AsyncGenerator[Item]]) -> AsyncGenerator[Item]:
     readers = {_read(stream): stream for stream in streams}
     try:
         while readers:

@@ -14,7 +14,7 @@ from aiohttp import web
 
 from coordinator.completion import CompletionDelta
 from coordinator.config import ApiSettings
-from coordinator.deadline import Deadline
+from coordinator.deadline import ClientWait, Deadline
 from coordinator.front import Front
 from coordinator.http_server import errors_as_json
 from coordinator.merging import merge
@@ -116,14 +116,14 @@ class OpenAIApi:
     async def _answer(
         self, http: web.Request, request_id: str, parsed: OpenAIRequest, shape: Shape
     ) -> web.StreamResponse:
-        with self._admission.admitted(http.path):
-            deadline = Deadline(self._settings.request_timeout_seconds)
+        deadline = Deadline(self._settings.request_timeout_seconds)
+        with self._admission.admitted(http.path), deadline.limited() as wait:
             requests = await self._front.admit(parsed.drafts, _API)
             headers = {_REQUEST_ID_HEADER: request_id} if request_id.isascii() else {}
             choices = [Choice(index) for index in range(sum(r.sampling.n for r in requests))]
             async with aclosing(self._run(requests, deadline)) as deltas:
                 if parsed.stream:
-                    stream = _EventStream(http, headers, deadline)
+                    stream = _EventStream(http, headers, wait)
                     try:
                         return await _stream(stream, deltas, choices, requests, parsed, shape)
                     except ConnectionResetError:
@@ -134,26 +134,25 @@ class OpenAIApi:
             answer = shape.whole(choices, usage_json(_usages(choices, requests)))
             return web.json_response(answer, headers=headers)
 
-    async def _run(
+    def _run(
         self, requests: Sequence[GenerateRequest], deadline: Deadline
     ) -> AsyncGenerator[CompletionDelta]:
         """Deltas of all prompts; completion j of prompt i is choice i * n + j."""
-        streams = [
-            _shifted(self._front.run(request, deadline, _API), place * request.sampling.n)
-            for place, request in enumerate(requests)
-        ]
-        async with aclosing(merge(streams)) as deltas:
-            async for delta in deltas:
-                yield delta
+        first, *others = requests
+        streams = [self._front.run(first, deadline, _API)]
+        for place, request in enumerate(others, 1):
+            stream = self._front.run(request, deadline, _API)
+            streams.append(_shifted(stream, place * request.sampling.n))
+        return merge(streams)
 
 
 class _EventStream:
     """Server-sent events. Nothing is sent before the first one, so that an error until then still
     gets its own status code."""
 
-    def __init__(self, http: web.Request, headers: dict[str, str], deadline: Deadline) -> None:
+    def __init__(self, http: web.Request, headers: dict[str, str], wait: ClientWait) -> None:
         self._http = http
-        self._deadline = deadline
+        self._wait = wait
         self._headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers}
         self._response: web.StreamResponse | None = None
 
@@ -165,7 +164,7 @@ class _EventStream:
     async def send(self, value: Json | str) -> None:
         """Writes one event; waits while the client does not read. Raises DeadlineError when that
         takes too long."""
-        async with self._deadline.limit():
+        with self._wait:
             await self._write(value)
 
     async def _write(self, value: Json | str) -> None:
@@ -186,7 +185,7 @@ class _EventStream:
     async def end(self) -> web.StreamResponse:
         """Ends the body. Raises DeadlineError like `send`."""
         assert self._response is not None
-        async with self._deadline.limit():
+        with self._wait:
             await self._response.write_eof()
         return self._response
 

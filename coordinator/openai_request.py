@@ -255,7 +255,8 @@ def _is_id(value: object) -> bool:
 
 
 def _token_ids(name: str, value: object) -> tuple[int, ...]:
-    if not isinstance(value, list) or not all(map(_is_id, value)):
+    # A bool is an int too; their types are compared as a prompt may have millions of them.
+    if not isinstance(value, list) or not set(map(type, value)) <= {int}:
         raise InvalidRequestError(
             f"{name} is {value!r:.80}; accepted: text or a list of token ids", field=name
         )

@@ -9,11 +9,12 @@ import logging
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from coordinator.clients import InfoClient
 from coordinator.config import DNS_PREFIX
 from coordinator.messages import WorkerInfo
+from coordinator.served_weights import ServedWeights, described, holders
 from kvbraid.address import join_address, split_address
 from kvbraid.errors import KVBraidError, UnavailableError
 from kvbraid.telemetry.metrics import PlacementMetrics
@@ -53,6 +54,10 @@ class Worker:
         self.is_serving = False
         self.is_answering = False
         self.is_compatible = True
+        # Serves, but the other decode workers have not all been heard yet.
+        self.is_held_back = False
+        self.has_told_health = False
+        self.num_polls = 0
         self.num_in_flight = 0
         self.num_reserved_tokens = 0
         self.poll_now = asyncio.Event()
@@ -63,10 +68,20 @@ class Worker:
         """Derived from its health, its last answer and the other workers' model."""
         if self.info is None or not self.is_answering:
             return WorkerState.DOWN
+        if self.is_serving and self.is_held_back:
+            return WorkerState.LOADING
         if not self.is_serving:
             served = self._served_incarnation == self.info.incarnation
             return WorkerState.DRAINING if served else WorkerState.LOADING
         return WorkerState.UP if self.is_compatible else WorkerState.INCOMPATIBLE
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether it had its say: it does not answer, or has told its weights and its health."""
+        if self.info is None:
+            return self.num_polls > 0
+        has_told_all = self.is_serving or self.has_told_health
+        return has_told_all or self.num_polls > _MAX_SILENT_POLLS
 
     @property
     def identity(self) -> tuple[str, int]:
@@ -120,6 +135,7 @@ class Registry:
         self._followers: dict[tuple[Pool, str], list[asyncio.Task[None]]] = {}
         # Entries of the configuration that stand for a worker now; it goes with the last of them.
         self._num_entries: Counter[tuple[Pool, str]] = Counter()
+        self._weights = ServedWeights()
         self._tasks: list[asyncio.Task[None]] = []
         self._changed = asyncio.Event()
 
@@ -175,9 +191,11 @@ class Registry:
 
     @property
     def model(self) -> WorkerInfo | None:
-        """What the decode workers say of the model; None before one answered."""
+        """What the decode workers say of the model whose weights are served, or may be; None before
+        one answered."""
         known = [worker.info for worker in self.workers(Pool.DECODE) if worker.info is not None]
-        return known[0] if known else None
+        served = (info for info in known if info.model_digest == self._weights.digest)
+        return next(served, known[0] if known else None)
 
     async def wait_changed(self, timeout_s: float) -> None:
         """Returns when a worker changed or after `timeout_s`."""
@@ -193,7 +211,9 @@ class Registry:
     def why_none_is_up(self, pool: Pool) -> str:
         """A sentence with the state of every worker of a pool."""
         states = [f"{worker.address} is {worker.state.value}" for worker in self.workers(pool)]
-        return f"no {pool.value} worker is up: {', '.join(states) or 'none is configured'}"
+        why = f"no {pool.value} worker is up: {', '.join(states) or 'none is configured'}"
+        held = holders(self.workers(Pool.DECODE))
+        return f"{why}; weights differ: {described(held)}" if len(held) > 1 else why
 
     def _add(self, pool: Pool, address: str) -> None:
         self._num_entries[pool, address] += 1
@@ -212,6 +232,7 @@ class Registry:
             try:
                 async for is_serving in client.watch_health():
                     worker.is_serving = is_serving
+                    worker.has_told_health = True
                     worker.poll_now.set()
                     self._note_change()
             except KVBraidError as error:
@@ -233,6 +254,7 @@ class Registry:
                 if num_silent >= _MAX_SILENT_POLLS and worker.is_answering:
                     logger.warning("worker %s does not answer: %s", worker.address, error)
                     worker.is_answering = False
+            worker.num_polls += 1
             self._note_change()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._poll_s):
@@ -253,7 +275,6 @@ class Registry:
                 if str(error) != failure:
                     failure = str(error)
                     logger.warning("cannot resolve %s: %s", host, failure)
-            # The first decode worker's weights decide, so every coordinator needs the same order.
             for address in sorted(addresses - mine):
                 self._add(pool, address)
             for address in mine - addresses:
@@ -270,7 +291,7 @@ class Registry:
         self._note_change()
 
     def _note_change(self) -> None:
-        self._mark_compatible()
+        self._weights.compare(self.workers(Pool.DECODE), self.workers(Pool.PREFILL))
         for pool in Pool:
             states = [worker.state for worker in self.workers(pool)]
             if WorkerState.UP in states:
@@ -284,20 +305,6 @@ class Registry:
                 gauge.set(states.count(state))
         self._changed.set()
         self._changed = asyncio.Event()
-
-    def _mark_compatible(self) -> None:
-        """All workers must hold the same weights: those of the first decode worker that serves."""
-        serving = [w for w in self._in_order() if w.is_serving and w.is_answering and w.info]
-        digests = [worker.info.model_digest for worker in serving if worker.info]
-        for worker in serving:
-            fits = worker.info is not None and worker.info.model_digest == digests[0]
-            if worker.is_compatible and not fits:
-                logger.error("worker %s serves other weights and gets no work", worker.address)
-            worker.is_compatible = fits
-
-    def _in_order(self) -> Iterator[Worker]:
-        yield from self.workers(Pool.DECODE)
-        yield from self.workers(Pool.PREFILL)
 
 
 async def _resolve(host: str, port: int) -> set[str]:

@@ -98,7 +98,7 @@ class Router:
         the decode worker computes the prompt if that is allowed. Raises UnavailableError without a
         worker that could hold the request, OverloadedError when all are full.
         """
-        token_ids = (*request.prompt_ids, *emitted)
+        token_ids = request.prompt_ids + tuple(emitted)
         max_tokens = request.sampling.max_tokens or 0
         num_total = len(request.prompt_ids) + max_tokens
         decode_workers = self._candidates(Pool.DECODE, avoid)

@@ -20,7 +20,7 @@ from coordinator.router import Router
 from coordinator.servicer import CoordinatorInfo, CoordinatorServicer
 from kvbraid.address import join_address
 from kvbraid.chat_template import ChatTemplate
-from kvbraid.rpc.channels import ChannelPool
+from kvbraid.rpc.channels import ChannelPool, token_stream_options
 from kvbraid.rpc.server import RpcServer
 from kvbraid.rpc.tls import https_context
 from kvbraid.telemetry.endpoint import MetricsEndpoint
@@ -52,7 +52,7 @@ class CoordinatorServer(RpcServer):
         self.metrics = metrics
         self.incarnation = secrets.randbits(64)
         self._config = config
-        self._channels = ChannelPool(config.server)
+        self._channels = ChannelPool(config.server, token_stream_options())
         clients = WorkerClients(self._channels)
         self.registry = Registry(
             prefill=config.routing.prefill_workers,

@@ -18,7 +18,7 @@ from kvbraid.errors import InvalidRequestError
 from kvbraid.kv.prefix_cache import HASH_BLOCK_TOKENS
 from kvbraid.rpc.deadline import remaining_seconds
 from kvbraid.v1 import coordinator_pb2, coordinator_pb2_grpc, info_pb2, info_pb2_grpc
-from kvbraid.wire import chunk_to_proto, messages_from_proto, sampling_from_proto, usage_to_proto
+from kvbraid.wire import fill_chunk, messages_from_proto, sampling_from_proto, usage_to_proto
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -45,11 +45,12 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             cache_salt=request.cache_salt,
         )
         (admitted,) = await self._front.admit([draft], _API)
-        async with aclosing(self._front.run(admitted, deadline, _API)) as deltas:
-            async for delta in deltas:
-                response = _response(admitted.request_id, delta)
-                async with deadline.limit():
-                    await context.write(response)
+        with deadline.limited() as wait:
+            async with aclosing(self._front.run(admitted, deadline, _API)) as deltas:
+                async for delta in deltas:
+                    response = _response(admitted.request_id, delta)
+                    with wait:
+                        await context.write(response)
 
 
 class CoordinatorInfo(info_pb2_grpc.InfoServiceServicer):
@@ -98,7 +99,7 @@ def _prompt(request: coordinator_pb2.GenerateRequest) -> Prompt:
         case "chat":
             return messages_from_proto(request.chat)
         case "prompt_ids":
-            return tuple(request.prompt_ids.ids)
+            return request.prompt_ids.ids
         case _:
             raise InvalidRequestError(
                 "input is not set; accepted: one of prompt, chat, prompt_ids", field="input"
@@ -106,10 +107,10 @@ def _prompt(request: coordinator_pb2.GenerateRequest) -> Prompt:
 
 
 def _response(request_id: str, delta: CompletionDelta) -> coordinator_pb2.GenerateResponse:
-    return coordinator_pb2.GenerateResponse(
-        request_id=request_id,
-        index=delta.index,
-        chunk=chunk_to_proto(delta.chunk),
-        text=delta.text,
-        usage=usage_to_proto(delta.usage) if delta.usage is not None else None,
+    response = coordinator_pb2.GenerateResponse(
+        request_id=request_id, index=delta.index, text=delta.text
     )
+    fill_chunk(response.chunk, delta.chunk)
+    if delta.usage is not None:
+        response.usage.CopyFrom(usage_to_proto(delta.usage))
+    return response

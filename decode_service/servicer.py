@@ -13,7 +13,7 @@ from kvbraid.engine.events import GrantReady, TokensReady
 from kvbraid.errors import LeaseLostError
 from kvbraid.transport.wire import grant_to_proto
 from kvbraid.v1 import decode_pb2, decode_pb2_grpc
-from kvbraid.wire import chunk_to_proto, ref_from_proto, sampling_from_proto
+from kvbraid.wire import fill_chunk, ref_from_proto, sampling_from_proto
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -66,9 +66,11 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
 
 
 def _response(event: GrantReady | TokensReady, *, with_cached: bool) -> decode_pb2.DecodeResponse:
-    cached = event.num_cached_tokens if with_cached else None
+    response = decode_pb2.DecodeResponse()
+    if with_cached:
+        response.num_cached_tokens = event.num_cached_tokens
     if isinstance(event, GrantReady):
-        return decode_pb2.DecodeResponse(
-            grant=grant_to_proto(event.grant), num_cached_tokens=cached
-        )
-    return decode_pb2.DecodeResponse(chunk=chunk_to_proto(event.chunk), num_cached_tokens=cached)
+        response.grant.CopyFrom(grant_to_proto(event.grant))
+    else:
+        fill_chunk(response.chunk, event.chunk)
+    return response

@@ -79,8 +79,7 @@ class Usage:
     num_accepted_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class TokenChunk:
+class TokenChunk(NamedTuple):
     """Tokens of one engine step of one sequence, or of several that were not told apart;
     `finish_reason` is set on the last.
 
@@ -101,6 +100,19 @@ class TokenChunk:
             later.finish_reason,
             self.num_drafts + later.num_drafts,
             self.num_accepted + later.num_accepted,
+        )
+
+    def cut(self, num_tokens: int, finish_reason: FinishReason | None) -> TokenChunk:
+        """Its first tokens, which end with `finish_reason`; drafts behind them came true for
+        nobody."""
+        if num_tokens == len(self.token_ids) and finish_reason is self.finish_reason:
+            return self
+        return TokenChunk(
+            self.token_ids[:num_tokens],
+            self.logprobs[:num_tokens],
+            finish_reason,
+            self.num_drafts,
+            min(self.num_accepted, num_tokens),
         )
 
 

@@ -97,14 +97,9 @@ def validate_prompt(
     """
     if not prompt_ids:
         raise InvalidRequestError("prompt is empty; accepted: at least 1 token", field="prompt")
+    check_prompt_length(len(prompt_ids), limits.max_model_len)
     check_token_ids(prompt_ids, limits.vocab_size, field="prompt")
     room = limits.max_model_len - len(prompt_ids)
-    if room < 1:
-        raise InvalidRequestError(
-            f"prompt has {len(prompt_ids)} tokens; accepted: 1 to {limits.max_model_len - 1} "
-            f"(prompt and output share {limits.max_model_len})",
-            field="prompt",
-        )
     if sampling.max_tokens is not None and sampling.max_tokens > room:
         raise InvalidRequestError(
             f"max_tokens is {sampling.max_tokens}; accepted: 1 to {room} with a prompt of "
@@ -115,6 +110,16 @@ def validate_prompt(
     if sampling.min_tokens > max_tokens:
         raise _refusal("min_tokens", sampling.min_tokens, f"0 to {max_tokens}")
     return replace(sampling, max_tokens=max_tokens)
+
+
+def check_prompt_length(num_tokens: int, max_model_len: int) -> None:
+    """Raises InvalidRequestError when a prompt of so many tokens leaves no room for an output."""
+    if num_tokens >= max_model_len:
+        raise InvalidRequestError(
+            f"prompt has {num_tokens} tokens; accepted: 1 to {max_model_len - 1} "
+            f"(prompt and output share {max_model_len})",
+            field="prompt",
+        )
 
 
 def validate_names(request_id: str, cache_salt: str) -> None:

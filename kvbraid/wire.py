@@ -68,25 +68,31 @@ def chunk_from_proto(message: generation_pb2.TokenChunk) -> TokenChunk:
     if reason and reason not in _REASON_FROM_PROTO:
         raise InvalidRequestError(f"finish_reason is {reason}", field="finish_reason")
     return TokenChunk(
-        token_ids=tuple(message.token_ids),
-        logprobs=tuple(_position_from_proto(entry) for entry in message.logprobs),
-        finish_reason=_REASON_FROM_PROTO.get(reason),
-        num_drafts=message.num_draft_tokens,
-        num_accepted=message.num_accepted_tokens,
+        tuple(message.token_ids),
+        tuple(map(_position_from_proto, message.logprobs)),
+        _REASON_FROM_PROTO.get(reason),
+        message.num_draft_tokens,
+        message.num_accepted_tokens,
     )
 
 
 def chunk_to_proto(chunk: TokenChunk) -> generation_pb2.TokenChunk:
     """The message of a chunk."""
-    message = generation_pb2.TokenChunk(
-        token_ids=chunk.token_ids,
-        logprobs=[_position_to_proto(entry) for entry in chunk.logprobs],
-        num_draft_tokens=chunk.num_drafts,
-        num_accepted_tokens=chunk.num_accepted,
-    )
+    message = generation_pb2.TokenChunk()
+    fill_chunk(message, chunk)
+    return message
+
+
+def fill_chunk(message: generation_pb2.TokenChunk, chunk: TokenChunk) -> None:
+    """Writes `chunk` into an empty message, as the one inside an answer: a finished message would
+    be copied into it, for every token."""
+    message.token_ids.extend(chunk.token_ids)
+    if chunk.logprobs:
+        message.logprobs.extend(map(_position_to_proto, chunk.logprobs))
     if chunk.finish_reason is not None:
         message.finish_reason = _REASON_TO_PROTO[chunk.finish_reason]
-    return message
+    message.num_draft_tokens = chunk.num_drafts
+    message.num_accepted_tokens = chunk.num_accepted
 
 
 def _position_from_proto(message: generation_pb2.PositionLogprobs) -> PositionLogprobs:

@@ -8,12 +8,16 @@ async with ChannelPool(settings.server) as pool:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Self
 
 import grpc
 
 from kvbraid.rpc.tls import Caller
 from kvbraid.settings import ServerSettings
+
+# Bytes of a stream that may be on their way to a reader: some twenty messages of a token.
+_WINDOW_BYTES = 512
 
 
 def channel_options(settings: ServerSettings) -> list[tuple[str, int | str]]:
@@ -42,13 +46,24 @@ def channel_options(settings: ServerSettings) -> list[tuple[str, int | str]]:
     ]
 
 
+def token_stream_options() -> list[tuple[str, int]]:
+    """More client options, for whoever reads streams of tokens.
+
+    A worker sends tokens that wait as one message. With the window of gRPC, 64 KiB and growing,
+    they would wait as thousands of messages on this side instead, and each has to be read. A
+    message longer than the window arrives too, it takes a round trip more.
+    """
+    return [("grpc.http2.lookahead_bytes", _WINDOW_BYTES), ("grpc.http2.bdp_probe", 0)]
+
+
 class ChannelPool:
     """One channel an address, over TLS as `settings.tls` says. Not thread-safe: use it from the
     loop that made it."""
 
-    def __init__(self, settings: ServerSettings) -> None:
-        """Raises ConfigError for certificates that cannot be used."""
-        self._options = channel_options(settings)
+    def __init__(self, settings: ServerSettings, options: Sequence[tuple[str, int]] = ()) -> None:
+        """options: of gRPC, beside those of every client. Raises ConfigError for certificates that
+        cannot be used."""
+        self._options = [*channel_options(settings), *options]
         self._caller = Caller(settings.tls)
         self._channels: dict[str, grpc.aio.Channel] = {}
 

@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from types import TracebackType
 
 import grpc
 
 from kvbraid.rpc.status import error_from_rpc
 
 
-@contextmanager
-def translated_rpc_errors(peer: str) -> Iterator[None]:
+class ErrorTranslation:
+    """See translated_rpc_errors. It may be entered again, as for every message of a stream."""
+
+    def __init__(self, peer: str) -> None:
+        self._peer = peer
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if isinstance(error, grpc.aio.AioRpcError):
+            raise error_from_rpc(error, self._peer) from error
+
+
+def translated_rpc_errors(peer: str) -> ErrorTranslation:
     """Inside the block a failed call to `peer` raises the KVBraidError it stands for.
 
         with translated_rpc_errors(address):
@@ -20,7 +37,4 @@ def translated_rpc_errors(peer: str) -> Iterator[None]:
 
     OverloadedError.retry_after_s is the peer's own. asyncio.CancelledError is left alone.
     """
-    try:
-        yield
-    except grpc.aio.AioRpcError as failure:
-        raise error_from_rpc(failure, peer) from failure
+    return ErrorTranslation(peer)

@@ -96,6 +96,10 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
         except grpc.aio.AbortError:
             code = context.code()
             raise
+        except grpc.aio.InternalError as failure:
+            # The call has ended under an answer that waited to be sent: the caller is gone.
+            code = grpc.StatusCode.CANCELLED
+            raise asyncio.CancelledError from failure
         except KVBraidError as error:
             code = status_code(error)
             await self._fail(context, error)

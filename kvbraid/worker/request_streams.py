@@ -32,7 +32,7 @@ class EventStream:
 
     def __init__(self) -> None:
         self._events: deque[EngineEvent] = deque()
-        self._has_events = asyncio.Event()
+        self._reader: asyncio.Future[None] | None = None
         self.is_finished = False
         self.has_failed = False
         """Whether an error was put, which no event after it reaches anybody."""
@@ -44,13 +44,14 @@ class EventStream:
             self._events[-1] = joined
         else:
             self._events.append(event)
-        self._has_events.set()
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
     async def next(self) -> EngineEvent:
-        """The next event. Raises the sequence's error when it failed."""
-        while not self._events:
-            self._has_events.clear()
-            await self._has_events.wait()
+        """The next event, for one reader. Raises the sequence's error when it failed."""
+        if not self._events:
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
         event = self._events.popleft()
         if isinstance(event, RequestFailed):
             self.is_finished = True

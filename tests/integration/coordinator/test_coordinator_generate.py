@@ -183,12 +183,3 @@ async def test_phases_of_the_time_to_first_token_sum_to_it(stack: Any) -> None:
     assert count == 4
     assert len(phases) >= 3
     assert sum(phases) == pytest.approx(total, rel=1e-6)
-
-
-async def test_a_worker_with_other_weights_gets_no_work(start_stack: Any) -> None:
-    cluster = FakeCluster(num_decode=2)
-    cluster.decode[1].info.model_digest = "other"
-    stack = await start_stack(cluster)
-    for _ in range(4):
-        await stack.generate()
-    assert [worker.num_calls for worker in cluster.decode] == [4, 0]

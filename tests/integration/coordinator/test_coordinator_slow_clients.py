@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from typing import Any
 
@@ -11,6 +12,9 @@ import grpc
 import pytest
 from aiohttp import web
 
+from kvbraid.request import TokenChunk
+from kvbraid.testing import FakeCluster
+from kvbraid.testing.toy_model import ToyModel
 from kvbraid.v1 import coordinator_pb2, coordinator_pb2_grpc
 from kvbraid.wire import sampling_to_proto
 from tests.integration.coordinator.conftest import PROMPT, params
@@ -38,6 +42,31 @@ async def test_a_grpc_client_that_does_not_read(start_stack: Any) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as failure:
             await read_to_the_end(call)
         assert failure.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+class CountingModel(ToyModel):
+    """How many tokens were made."""
+
+    num_made = 0
+
+    def next_chunk(self, *arguments: Any) -> TokenChunk:
+        self.num_made += 1
+        return super().next_chunk(*arguments)
+
+
+async def test_tokens_that_a_client_does_not_read_are_not_made_ahead(start_stack: Any) -> None:
+    model = CountingModel()
+    stack = await start_stack(FakeCluster(model=model), api=SHORT, local_prefill_max_tokens=2048)
+    async with grpc.aio.insecure_channel(stack.server.address, options=SMALL_WINDOW) as channel:
+        call = long_call(channel)
+        await call.read()
+        await stack.is_idle()
+        num_read = 1
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            while await call.read() is not grpc.aio.EOF:
+                num_read += 1
+    # Beyond what lies in the client's own window: one in every hand.
+    assert num_read <= model.num_made <= num_read + 10
 
 
 async def read_to_the_end(call: Any) -> None:

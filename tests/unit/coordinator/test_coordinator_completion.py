@@ -72,6 +72,24 @@ def test_tokens_behind_a_stop_string_are_dropped() -> None:
     assert running.emitted == list(delta.chunk.token_ids)
 
 
+@pytest.mark.parametrize(
+    ("num_accepted", "num_counted"),
+    [(len(WORDS) - 1, 4), (4, 4), (2, 2)],
+    ids=["drafts behind it", "the last token is a draft", "no draft behind it"],
+)
+def test_drafts_behind_a_stop_string_came_true_for_nobody(
+    num_accepted: int, num_counted: int
+) -> None:
+    running = completion(stop=("two",))
+    window = TokenChunk(tuple(WORDS), num_drafts=len(WORDS) + 2, num_accepted=num_accepted)
+    delta = running.add(window, 0, 0)
+    assert len(delta.chunk.token_ids) == 4
+    assert delta.chunk.num_accepted == num_counted
+    assert delta.usage is not None
+    assert delta.usage.num_accepted_tokens == num_counted
+    assert delta.usage.num_draft_tokens == len(WORDS) + 2
+
+
 def test_logprobs_are_cut_with_their_tokens() -> None:
     running = completion(max_tokens=2)
     entries = tuple(PositionLogprobs(TokenLogprob(t, -1.0), ()) for t in WORDS)
