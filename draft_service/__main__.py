@@ -16,8 +16,10 @@ from draft_service.batcher import Batcher
 from draft_service.config import DraftConfig
 from draft_service.drafter import LoadedDrafter, load, model_name
 from draft_service.info_servicer import DraftIdentity, DraftInfoServicer
-from draft_service.local_listener import LocalListener
+from draft_service.local_door import LocalDoor
 from draft_service.servicer import DraftServicer
+from draft_service.socket_listener import SocketListener
+from draft_service.tcp_door import TcpDoor
 from draft_service.worker import DraftWorker
 from kvbraid.rpc.lifecycle import run_service, run_until_signal
 from kvbraid.rpc.ready import write_ready
@@ -50,24 +52,28 @@ async def _serve(config: DraftConfig) -> int:
     worker = DraftWorker(
         terms=loaded.terms, settings=config.draft, batcher=batcher, metrics=metrics.draft
     )
-    listener = LocalListener(loaded.terms)
+    local = SocketListener(LocalDoor(loaded.terms))
+    tcp = SocketListener(TcpDoor(config.server, config.draft.step_port))
     server = RpcServer(role="draft", settings=config.server, metrics=metrics.rpc)
     servicer = DraftServicer(
         worker,
         lease_s=config.draft.lease_seconds,
         address=lambda: server.address,
-        listener=listener,
+        inbox=batcher.inbox,
+        listeners=(local, tcp),
     )
     server.add(add_DraftServiceServicer_to_server, servicer, "kvbraid.v1.DraftService")
     thread = EngineThread(
         batcher.run, asyncio.get_running_loop(), loaded.device, _num_threads(config)
     )
     thread.start()
-    listener.start()
     try:
+        local.start()
+        tcp.start()
         return await _run(config, loaded, metrics, server, servicer, thread)
     finally:
-        listener.close()
+        local.close()
+        tcp.close()
         batcher.close()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_STOP_GRACE_S):

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from queue import Empty, SimpleQueue
+from functools import partial
 from typing import Protocol
 
-from kvbraid.speculative.proposal import Answer, DraftTask, Proposal, Resync
+from draft_service.batch_metrics import BatchMetrics
+from draft_service.compute_inbox import ComputeInbox
+from kvbraid.speculative.proposal import Answer, DraftTask, Resync
 from kvbraid.telemetry.speculation_metrics import DraftMetrics
 
 # A stream whose last step is older does not keep others waiting.
 _ACTIVE_S = 0.05
-_OBSERVE_DELAY_S = 0.001
 
 
 class Proposes(Protocol):
@@ -58,16 +59,14 @@ class Computed:
 class Job:
     """Tasks of one step (stream: whose) or of one chunk of a prompt (stream None).
 
-    dropped: forgotten before, with the chunks that wait. on_computed: called in the compute thread,
-    before on_done, which waits for a turn of the event loop. on_done: called once, in the event
-    loop, with None when the batcher was closed first.
+    dropped: forgotten before, with the chunks that wait. on_done: called once, in the compute
+    thread; with None when the batcher was closed first.
     """
 
     tasks: Sequence[DraftTask]
-    on_done: Callable[[Computed | None], None]
+    on_done: Callable[[Computed | None], object]
     stream: int | None = None
     dropped: Sequence[str] = ()
-    on_computed: Callable[[Computed], None] | None = None
     queued_at: float = field(default_factory=time.monotonic)
 
     @property
@@ -77,8 +76,8 @@ class Job:
 
 
 class Batcher:
-    """Runs `proposer` in the thread that calls `run`; `submit`, `forget` and `close` are the
-    loop's.
+    """Runs `proposer` in the thread that calls `run`, which also serves `inbox`; `submit`, `forget`
+    and `close` are for any thread.
 
     Steps go first, but a chunk follows every batch of steps, so neither waits for more than one
     batch of the other. window_s: how long a step waits for those of other active streams.
@@ -94,105 +93,63 @@ class Batcher:
         max_chunk_rows: int,
         metrics: DraftMetrics,
     ) -> None:
+        self.inbox = ComputeInbox()
         self._proposer = proposer
         self._window_s = window_s
         self._max_batch = max_batch
         self._max_chunk_rows = max_chunk_rows
-        self._metrics = metrics
-        self._loop = asyncio.get_running_loop()
-        # None: closed. A queue, because a step waits for nothing else: it wakes the other thread
-        # in half the time of a condition.
-        self._arrivals: SimpleQueue[Job | None] = SimpleQueue()
+        self._metrics = BatchMetrics(metrics, proposer)
+        self._counting = threading.Lock()
+        self._num_queued = 0
+        metrics.queued_sequences.set_function(self._num_waiting)
         self._is_closed = False
-        self._num_pool_tokens = proposer.num_free_tokens
-        self._num_evicted = 0
         # The compute thread's own.
         self._steps: deque[Job] = deque()
         self._chunks: deque[Job] = deque()
         self._last_step_at: dict[int, float] = {}
         self._is_chunk_turn = False
 
-    # Event loop
+    # Any thread
 
     def submit(self, job: Job) -> None:
         """Queue a job."""
-        if self._is_closed:
-            job.on_done(None)
-            return
-        self._metrics.queued_sequences.inc(len(job.tasks))
-        self._arrivals.put(job)
+        self._count_queued(len(job.tasks))
+        self.inbox.run(partial(self._file, job))
 
     def forget(self, stream: int) -> None:
         """A stream has ended: nobody waits for its steps."""
-        self._last_step_at.pop(stream, None)
+        self.inbox.run(partial(self._last_step_at.pop, stream, None))
 
     def close(self) -> None:
         """End `run` after the batch that it computes now; what waits is not computed."""
         self._is_closed = True
-        self._arrivals.put(None)
+        self.inbox.run(lambda: None)
 
-    def _deliver(self, computed: Sequence[tuple[Job, Computed]]) -> None:
-        for job, result in computed:
-            job.on_done(result)
-        # Counted once the answers are on their way.
-        self._loop.call_later(_OBSERVE_DELAY_S, self._observe, computed)
+    def _count_queued(self, num: int) -> None:
+        with self._counting:
+            self._num_queued += num
 
-    def _observe(self, computed: Sequence[tuple[Job, Computed]]) -> None:
-        # Also of jobs that only drop sequences: often the last ones of a stream.
-        self._observe_held()
-        if not any(job.tasks for job, _ in computed):
-            return
-        job, result = computed[0]
-        self._metrics.observe_part(
-            "propose" if job.stream is not None else "ingest", result.compute_s
-        )
-        self._metrics.observe_batch(
-            num_sequences=sum(len(job.tasks) for job, _ in computed),
-            num_rows=sum(
-                len(task.next_token_ids)
-                for job, result in computed
-                for task, answer in zip(job.tasks, result.answers, strict=True)
-                if not isinstance(answer, Resync)
-            ),
-            num_proposed=sum(
-                len(answer.token_ids)
-                for _, result in computed
-                for answer in result.answers
-                if isinstance(answer, Proposal)
-            ),
-        )
-        for job, result in computed:
-            if job.stream is not None:
-                self._metrics.queue_seconds.observe(result.queue_s)
-
-    def _observe_held(self) -> None:
-        proposer, metrics = self._proposer, self._metrics
-        metrics.held_sequences.set(proposer.num_sequences)
-        num_free, num_evicted = proposer.num_free_tokens, proposer.num_evicted
-        metrics.set_pool(num_used=max(0, self._num_pool_tokens - num_free), num_free=num_free)
-        metrics.count_evicted(num_evicted - self._num_evicted)
-        self._num_evicted = num_evicted
+    def _num_waiting(self) -> float:
+        return self._num_queued + self.inbox.num_unread_sequences
 
     # Compute thread
 
     def run(self) -> None:
         """Compute until `close`."""
-        while not self._is_closed:
-            self._compute(self._next_batch())
-        left = [*self._steps, *self._chunks]
-        while not self._arrivals.empty():
-            if (job := self._arrivals.get()) is not None:
-                left.append(job)
-        for job in left:
-            self._loop.call_soon_threadsafe(job.on_done, None)
+        self.inbox.begin()
+        try:
+            while not self._is_closed:
+                self._compute(self._next_batch())
+        finally:
+            self._is_closed = True
+            self.inbox.end()
+            for job in (*self._steps, *self._chunks):
+                self._refuse(job)
 
     def _next_batch(self) -> list[Job]:
         """The next jobs, no sequence twice; none once closed."""
-        if not self._steps and not self._chunks:
-            self._file(self._arrivals.get())
-        while not self._arrivals.empty():
-            self._file(self._arrivals.get())
-        if self._is_closed:
+        self.inbox.serve(0 if self._steps or self._chunks else None)
+        if self._is_closed or not (self._steps or self._chunks):
             return []
         if self._chunks and (self._is_chunk_turn or not self._steps):
             self._is_chunk_turn = False
@@ -201,35 +158,32 @@ class Batcher:
         self._is_chunk_turn = True
         return self._take(self._steps, None)
 
-    def _file(self, job: Job | None) -> None:
-        if job is None:
-            return
-        if job.stream is None:
+    def _file(self, job: Job) -> None:
+        if self._is_closed:
+            self._refuse(job)
+        elif job.stream is None:
             self._chunks.append(job)
-            return
-        self._steps.append(job)
-        self._last_step_at[job.stream] = job.queued_at
+        else:
+            self._steps.append(job)
+            self._last_step_at[job.stream] = job.queued_at
+
+    def _refuse(self, job: Job) -> None:
+        self._count_queued(-len(job.tasks))
+        job.on_done(None)
 
     def _await_other_streams(self) -> None:
-        now = time.monotonic()
         if len(self._last_step_at) < 2:
             return
+        now = time.monotonic()
         for stream, at in list(self._last_step_at.items()):
             if now - at > _ACTIVE_S:
-                self.forget(stream)
-        active = set(self._last_step_at)
-        if len(active) < 2:
-            return
-        missing = active - {job.stream for job in self._steps}
+                del self._last_step_at[stream]
         give_up = now + self._window_s
-        while missing and not self._is_closed and (left := give_up - time.monotonic()) > 0:
-            try:
-                job = self._arrivals.get(timeout=left)
-            except Empty:
+        while not self._is_closed and (left := give_up - time.monotonic()) > 0:
+            here = {job.stream for job in self._steps}
+            if here.issuperset(self._last_step_at):
                 return
-            self._file(job)
-            if job is not None:
-                missing.discard(job.stream if job.stream is not None else -1)
+            self.inbox.serve(left)
 
     def _take(self, queue: deque[Job], max_rows: int | None) -> list[Job]:
         batch: list[Job] = []
@@ -246,7 +200,7 @@ class Batcher:
                 break
             keys |= own
             batch.append(queue.popleft())
-        self._metrics.queued_sequences.dec(len(keys))
+        self._count_queued(-len(keys))
         return batch
 
     def _drop(self, keys: Collection[str]) -> None:
@@ -259,13 +213,14 @@ class Batcher:
         waiting, self._chunks = self._chunks, deque()
         for job in waiting:
             if any(task.key in keys for task in job.tasks):
-                self._metrics.queued_sequences.dec(len(job.tasks))
-                lost = Computed((Resync(0),) * len(job.tasks), 0.0, 0.0)
-                self._loop.call_soon_threadsafe(job.on_done, lost)
+                self._count_queued(-len(job.tasks))
+                job.on_done(Computed((Resync(0),) * len(job.tasks), 0.0, 0.0))
             else:
                 self._chunks.append(job)
 
     def _compute(self, batch: Sequence[Job]) -> None:
+        if not batch:
+            return
         self._drop(dict.fromkeys(key for job in batch for key in job.dropped))
         tasks = [task for job in batch for task in job.tasks]
         began = time.monotonic()
@@ -279,6 +234,6 @@ class Batcher:
             for job in batch
         ]
         for job, result in computed:
-            if job.on_computed is not None:
-                job.on_computed(result)
-        self._loop.call_soon_threadsafe(self._deliver, computed)
+            job.on_done(result)
+        # Counted once the answers are on their way.
+        self._metrics.observe(computed)

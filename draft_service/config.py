@@ -31,6 +31,10 @@ class DraftSettings:
     max_workers: int = setting(
         64, "Most decode workers that are remembered at once.", unit="workers", minimum=1
     )
+    step_port: int = setting(
+        0, "TCP port for the steps of decode workers, beside gRPC's and with its certificates; 0: "
+        "any free port.", minimum=0, maximum=65535,
+    )  # fmt: skip
     max_rows_per_message: int = setting(
         1024, "Most fused rows of one message.", unit="rows", minimum=1, maximum=1 << 20
     )

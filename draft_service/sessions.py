@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from itertools import count
 
-from kvbraid.errors import InvalidRequestError, OverloadedError
-from kvbraid.transport.draft_answers import AnsweredStep
+from draft_service.step_answer import StepAnswer
+from kvbraid.errors import InvalidRequestError, LeaseLostError, OverloadedError
 
 # A worker repeats at most the steps that were on their way when its stream broke.
 _KEPT_ANSWERS = 8
 
 
 class Session:
-    """One incarnation of a decode worker; outlives its streams.
+    """One incarnation of a decode worker; outlives its streams. For one thread at a time.
 
     number: unique in this process. owner: token of the stream that speaks for it now, None
     between streams.
@@ -27,15 +26,20 @@ class Session:
         self.owner: object | None = None
         self._max_keys = max_keys
         self._keys: OrderedDict[str, None] = OrderedDict()
-        self._answers: OrderedDict[int, asyncio.Future[AnsweredStep]] = OrderedDict()
+        self._answers: OrderedDict[int, StepAnswer] = OrderedDict()
         self._newest_step = 0
 
     def own_key(self, key: str) -> str:
         """The proposer's name of the worker's sequence `key`: workers share no names."""
         return f"{self.incarnation:x}/{key}"
 
-    def answer_to(self, step_id: int) -> asyncio.Future[AnsweredStep] | None:
-        """The answer, or promise of one, to a step that came before; None for a new step.
+    def require_owner(self, owner: object) -> None:
+        """Raises LeaseLostError unless the stream `owner` speaks for the worker."""
+        if self.owner is not owner:
+            raise LeaseLostError("another stream speaks for this worker now")
+
+    def answer_to(self, step_id: int) -> StepAnswer | None:
+        """The answer, known or not, to a step that came before; None for a new step.
 
         Raises InvalidRequestError for an old step whose answer is not kept any more.
         """
@@ -48,11 +52,10 @@ class Session:
             )
         return known
 
-    def begin(self, step_id: int) -> asyncio.Future[AnsweredStep]:
-        """A new step: the promise of its answer."""
+    def begin(self, step_id: int) -> StepAnswer:
+        """A new step: what takes its answer."""
         self._newest_step = step_id
-        answer = asyncio.get_running_loop().create_future()
-        self._answers[step_id] = answer
+        answer = self._answers[step_id] = StepAnswer()
         while len(self._answers) > _KEPT_ANSWERS:
             self._answers.popitem(last=False)
         return answer
@@ -77,7 +80,7 @@ class Session:
 
 
 class Sessions:
-    """The last `max_sessions` decode workers, by incarnation.
+    """The last `max_sessions` decode workers, by incarnation. For one thread at a time.
 
     max_keys: sequences remembered of each. on_forget: called with a session that is forgotten.
     """

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from draft_service.batcher import Batcher, Computed, Job
 from draft_service.config import DraftSettings
 from draft_service.sessions import Session, Sessions
+from draft_service.step_answer import OnOutcome, StepAnswer
 from kvbraid.errors import IncompatibleError, InvalidRequestError, LeaseLostError, UnavailableError
 from kvbraid.speculative.proposal import Answer, DraftTask, Resync
 from kvbraid.telemetry.speculation_metrics import DraftMetrics
@@ -17,25 +20,30 @@ from kvbraid.transport.draft_terms import DraftPeer, DraftTerms, misfits
 from kvbraid.worker.ingest_grants import IngestGrants
 from kvbraid.worker.prompt_intake import PromptIntake
 
-SendAnswer = Callable[[AnsweredStep], None]
-
 
 @dataclass(frozen=True, slots=True)
 class Step:
     """A decode worker's step, checked against the terms.
 
     tasks, dropped: by the proposer's names. refused: indices of tasks whose rows are not finite.
+    arrived_at: on time.monotonic's clock; a step that came while others were computed may have come
+    later.
     """
 
     epoch: int
     step_id: int
     tasks: Sequence[DraftTask]
     dropped: Sequence[str]
-    refused: frozenset[int] = frozenset()
+    refused: frozenset[int]
+    arrived_at: float
 
 
 class DraftWorker:
-    """Sessions, grants and the batcher; used in the event loop.
+    """Sessions, grants and the batcher.
+
+    Steps come from the event loop and from the compute thread. What both touch is the sessions, and
+    `_sessions_lock` is held whenever one of them is. Grants are the event loop's own: a step that
+    concerns one goes there. Everything but `begin_step` is for the event loop.
 
     terms: what peers are told. metrics: of the service. intake: takes the rows of prompts.
     """
@@ -52,7 +60,9 @@ class DraftWorker:
         self._settings = settings
         self._batcher = batcher
         self._metrics = metrics
+        self._loop = asyncio.get_running_loop()
         self._settling: set[asyncio.Task[None]] = set()
+        self._sessions_lock = threading.Lock()
         # Of sessions without a stream, by number.
         self._leases: dict[int, asyncio.TimerHandle] = {}
         self._sessions = Sessions(
@@ -76,92 +86,109 @@ class DraftWorker:
         why that cannot be, OverloadedError when there are too many."""
         if reasons := misfits(peer, self.terms):
             raise IncompatibleError("; ".join(reasons))
-        session = self._sessions.attach(peer.incarnation, owner)
+        with self._sessions_lock:
+            session = self._sessions.attach(peer.incarnation, owner)
+            self._metrics.connected_workers.set(self._sessions.num_attached)
         self._end_lease(session)
-        self._metrics.connected_workers.set(self._sessions.num_attached)
         return session
 
     def detach(self, session: Session, owner: object) -> None:
         """The stream has ended; its sequences stay for as long as a lease, for the next one."""
-        if self._sessions.detach(session, owner):
-            self._leases[session.number] = asyncio.get_running_loop().call_later(
-                self._settings.lease_seconds, self._sessions.forget, session
+        with self._sessions_lock:
+            is_left = self._sessions.detach(session, owner)
+            self._metrics.connected_workers.set(self._sessions.num_attached)
+        if is_left:
+            self._leases[session.number] = self._loop.call_later(
+                self._settings.lease_seconds, self._end_session, session
             )
         self._batcher.forget(session.number)
-        self._metrics.connected_workers.set(self._sessions.num_attached)
 
-    def open(self, session: Session, key: str, transfer_id: bytes, end_position: int) -> None:
-        """A prefill worker will push rows. Raises InvalidRequestError for a malformed grant."""
+    def open(
+        self, session: Session, owner: object, key: str, transfer_id: bytes, end_position: int
+    ) -> None:
+        """A prefill worker will push rows. Raises InvalidRequestError for a malformed grant,
+        LeaseLostError when another stream than `owner` speaks for the worker."""
         if not 0 <= end_position <= self.terms.max_position:
             raise InvalidRequestError(
                 f"end_position is {end_position}, accepted: up to {self.terms.max_position}",
                 field="end_position",
             )
         own_key = session.own_key(key)
-        self._grants.open(own_key, transfer_id, end_position)
-        # Its rows may come, and the worker go before a step.
-        if forgotten := session.touch([own_key]):
+        with self._sessions_lock:
+            session.require_owner(owner)
+            self._grants.open(own_key, transfer_id, end_position)
+            # Its rows may come, and the worker go before a step.
+            forgotten = session.touch([own_key])
+        if forgotten:
             self._drop(session, forgotten)
 
     def begin_step(
-        self, session: Session, step: Step, answer: SendAnswer | None = None
-    ) -> asyncio.Future[AnsweredStep]:
-        """Commit, ingest and propose; a repeated step gets the answer that it got before.
+        self, session: Session, owner: object, step: Step, on_outcome: OnOutcome
+    ) -> None:
+        """Commit, ingest and propose; a repeated step gets the answer that it got before. From the
+        event loop and from the compute thread.
 
-        answer: called with the answer to a new step in the compute thread, before the future that
-        is returned has it. Raises LeaseLostError for another epoch, InvalidRequestError for a step
+        on_outcome: called once, with the answer or why there is none: the answer to a new step in
+        the compute thread, any other one in any thread. Raises LeaseLostError for another epoch
+        and when another stream than `owner` speaks for the worker, InvalidRequestError for a step
         that is too old.
         """
         if step.epoch != self.terms.epoch:
             raise LeaseLostError(f"epoch {step.epoch} is over, this is {self.terms.epoch}")
-        known = session.answer_to(step.step_id)
+        with self._sessions_lock:
+            session.require_owner(owner)
+            known = session.answer_to(step.step_id)
+            if known is None:
+                answer = session.begin(step.step_id)
+                tasks, ended = _own_tasks(session, step)
         if known is not None:
-            return asyncio.shield(known)
-        promise = _Promise(session.begin(step.step_id), answer)
-        tasks, ended = self._own_tasks(session, step)
-        job = Job(tasks, lambda _: None, stream=session.number, dropped=ended)
-        job.on_computed = lambda computed: promise.answer(self._answered(step, computed))
-        job.on_done = promise.settle
-        if not self._grants.concern(tasks):
-            self._batcher.submit(job)
+            known.then(on_outcome)
+            return
+        answer.then(on_outcome)
+        job = Job(
+            tasks,
+            partial(self._settle, step, answer),
+            stream=session.number,
+            dropped=ended,
+            queued_at=step.arrived_at,
+        )
+        keys = [*step.dropped, *(task.key for task in tasks)]
+        if self._grants.concern(keys):
+            self._loop.call_soon_threadsafe(self._begin_settling, job, step.dropped, answer)
         else:
-            settling = asyncio.get_running_loop().create_task(self._submit_settled(job, promise))
-            self._settling.add(settling)
-            settling.add_done_callback(self._settling.discard)
-        return promise.own
+            self._batcher.submit(job)
 
     async def _take_chunk(self, chunk: DraftTask) -> Answer:
-        done: asyncio.Future[Computed | None] = asyncio.get_running_loop().create_future()
+        done: asyncio.Future[Computed | None] = self._loop.create_future()
 
-        def on_done(computed: Computed | None) -> None:
+        def take(computed: Computed | None) -> None:
             if not done.done():
                 done.set_result(computed)
 
-        self._batcher.submit(Job([chunk], on_done))
+        in_loop = self._loop.call_soon_threadsafe
+        self._batcher.submit(Job([chunk], lambda computed: in_loop(take, computed)))
         computed = await done
         if computed is None:
             raise _ended()
         return computed.answers[0]
 
-    def _own_tasks(self, session: Session, step: Step) -> tuple[Sequence[DraftTask], list[str]]:
-        """The tasks of a step that can be computed, and the names that end with it."""
-        ended = list(step.dropped)
-        for key in ended:
+    def _begin_settling(self, job: Job, dropped: Sequence[str], answer: StepAnswer) -> None:
+        for key in dropped:
             self._grants.close(key)
-        session.forget(ended)
-        own = step.tasks
-        if step.refused:
-            own = [task for index, task in enumerate(own) if index not in step.refused]
-        ended += session.touch(task.key for task in own)
-        return own, ended
+        settling = self._loop.create_task(self._submit_settled(job, answer))
+        self._settling.add(settling)
+        settling.add_done_callback(self._settling.discard)
 
-    async def _submit_settled(self, job: Job, promise: _Promise) -> None:
+    async def _submit_settled(self, job: Job, answer: StepAnswer) -> None:
         try:
             job.tasks = await self._grants.settle(job.tasks, self._settings.ingest_wait_ms / 1000)
         except asyncio.CancelledError:  # whoever repeats the step must not wait for ever
-            promise.give_up("the step was given up")
+            answer.settle(UnavailableError("the step was given up"))
             raise
         self._batcher.submit(job)
+
+    def _settle(self, step: Step, answer: StepAnswer, computed: Computed | None) -> None:
+        answer.settle(_ended() if computed is None else self._answered(step, computed))
 
     def _answered(self, step: Step, computed: Computed) -> AnsweredStep:
         given = iter(computed.answers)
@@ -177,7 +204,12 @@ class DraftWorker:
         if (lease := self._leases.pop(session.number, None)) is not None:
             lease.cancel()
 
+    def _end_session(self, session: Session) -> None:
+        with self._sessions_lock:
+            self._sessions.forget(session)
+
     def _forget_session(self, session: Session) -> None:
+        """Called with the lock."""
         self._end_lease(session)
         self._drop(session, session.keys)
         self._batcher.forget(session.number)
@@ -188,40 +220,15 @@ class DraftWorker:
         self._batcher.submit(Job((), lambda _: None, stream=session.number, dropped=keys))
 
 
-class _Promise:
-    """The answer to a step, twice: for those who repeat it, and `own` for the call that brought
-    it, which may be cancelled. A shield would do the same in more turns of the loop.
-
-    send: called with the answer, in the compute thread.
-    """
-
-    def __init__(self, kept: asyncio.Future[AnsweredStep], send: SendAnswer | None) -> None:
-        self.own: asyncio.Future[AnsweredStep] = asyncio.get_running_loop().create_future()
-        self._both = (self.own, kept)
-        self._send = send
-        self._answered: AnsweredStep | None = None
-
-    def answer(self, answered: AnsweredStep) -> None:
-        """Here it is. Compute thread."""
-        self._answered = answered
-        if self._send is not None:
-            self._send(answered)
-
-    def settle(self, computed: Computed | None) -> None:
-        """Pass on what `answer` got. Event loop."""
-        if computed is None or self._answered is None:
-            self.give_up(str(_ended()))
-            return
-        for future in self._both:
-            if not future.done():
-                future.set_result(self._answered)
-
-    def give_up(self, why: str) -> None:
-        """There will be none."""
-        for future in self._both:
-            if not future.done():
-                future.set_exception(UnavailableError(why))
-                future.exception()  # nobody may be there to ask
+def _own_tasks(session: Session, step: Step) -> tuple[Sequence[DraftTask], list[str]]:
+    """The tasks of a step that can be computed, and the names that end with it."""
+    ended = list(step.dropped)
+    session.forget(ended)
+    own = step.tasks
+    if step.refused:
+        own = [task for index, task in enumerate(own) if index not in step.refused]
+    ended += session.touch(task.key for task in own)
+    return own, ended
 
 
 def _ended() -> UnavailableError:

@@ -22,8 +22,8 @@ CHART = Path(__file__).parents[1] / "deploy/helm/kvbraid"
 SCHEMA = CHART / "values.schema.json"
 SLOS = CHART / "files/alerts/slo.json"
 _BYTES_PATTERN = r"^\d+\s*(B|KB|MB|GB|TB|KiB|MiB|GiB|TiB)?$"
-# A Service or a probe needs to know the port, so the system cannot choose it.
-_FIXED_PORTS = ("port", "http_port", "metrics_port", "health_port")
+# A Service, a probe or a network policy needs to know the port, so the system cannot choose it.
+_FIXED_PORTS = ("port", "http_port", "metrics_port", "health_port", "step_port")
 
 JsonSchema = dict[str, Any]
 

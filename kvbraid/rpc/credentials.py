@@ -26,7 +26,8 @@ _WITH_EXPIRY = ("tls_certificate", "tls_client_certificate", "tls_client_ca", "t
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """All are of the same files. None: for what the settings do in plaintext.
+    """All are of the same files. None: for what the settings do in plaintext. https: to serve with
+    on a socket without gRPC; socket: to call with on one.
 
     expiries_s: Unix time by setting, see `certificates.expiries_s`.
     """
@@ -34,6 +35,7 @@ class Credentials:
     server: grpc.ServerCertificateConfiguration | None
     https: ssl.SSLContext | None
     channel: grpc.ChannelCredentials | None
+    socket: ssl.SSLContext | None
     expiries_s: Mapping[str, float]
 
 
@@ -72,6 +74,7 @@ def _credentials(tls: TlsSettings) -> Credentials:
             server=_server_configuration(tls) if tls.serves else None,
             https=_https_context(tls) if tls.serves else None,
             channel=_channel_credentials(tls) if tls.calls else None,
+            socket=_socket_context(tls) if tls.calls else None,
             expiries_s=expiries_s(tls),
         )
     except OSError as error:  # an SSLError too: replaced since they were checked
@@ -101,6 +104,14 @@ def _channel_credentials(tls: TlsSettings) -> grpc.ChannelCredentials:
         private_key=private_key,
         certificate_chain=certificate,
     )
+
+
+def _socket_context(tls: TlsSettings) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=tls.tls_server_ca)
+    certificate, private_key = tls.shown_pair
+    if certificate:
+        context.load_cert_chain(certificate, private_key)
+    return context
 
 
 def _read(path: str) -> bytes:

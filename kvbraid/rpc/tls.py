@@ -9,6 +9,7 @@ stand are left alone, and so are their calls.
 
 from __future__ import annotations
 
+import socket
 import ssl
 from collections.abc import Callable, Sequence
 from typing import TypeVar, cast
@@ -61,8 +62,9 @@ class Caller:
 
 
 def https_context(tls: TlsSettings) -> ssl.SSLContext | None:
-    """For an HTTP server with the certificate and the rules for clients of `bind`; None for
-    plaintext. Raises ConfigError for certificates that cannot be used."""
+    """For a server without gRPC (HTTP, drafting steps) with the certificate and the rules for
+    clients of `bind`; None for plaintext. Raises ConfigError for certificates that cannot be used.
+    """
     if not tls.serves:
         return None
     credentials = credentials_of(tls)
@@ -73,6 +75,19 @@ def https_context(tls: TlsSettings) -> ssl.SSLContext | None:
     first = _made(credentials.current().https)
     first.sni_callback = renew  # called at the beginning of every handshake
     return first
+
+
+def call_on(connection: socket.socket, host: str, tls: TlsSettings) -> socket.socket:
+    """`connection` to `host` as `Caller` would have it: itself for plaintext, else an SSLSocket
+    after the handshake, which blocks within the timeout of `connection`.
+
+    Raises ConfigError for certificates that cannot be used and OSError for a peer that cannot be
+    trusted; `connection` is closed then.
+    """
+    if not tls.calls:
+        return connection
+    context = _made(credentials_of(tls).current().socket)
+    return context.wrap_socket(connection, server_hostname=tls.tls_server_name or host)
 
 
 def _server_credentials(tls: TlsSettings) -> grpc.ServerCredentials:

@@ -161,10 +161,10 @@ class SpeculativeSettings:
     draft_worker: str = setting(
         "", "host:port of a draft service that drafts instead; empty: none."
     )
-    draft_wire: Literal["auto", "local_socket", "grpc"] = setting(
+    draft_wire: Literal["auto", "local_socket", "tcp", "grpc"] = setting(
         "auto",
-        "How steps reach draft_worker; auto: a Unix socket and shared memory on one host, gRPC "
-        "otherwise.",
+        "How steps reach draft_worker; auto: a Unix socket and shared memory on one host, else a "
+        "TCP socket where the service offers one, else gRPC.",
     )
     tap_fusion: str = setting(
         "", "With draft_worker: the service's drafter checkpoint; this worker applies its fc."

@@ -160,7 +160,9 @@ class DraftMetrics:
             "kvbraid_draft_proposed_tokens_total", "Drafts given.", registry=registry
         )
         self.queue_seconds = Histogram(
-            "kvbraid_draft_queue_seconds", "Time from a step's arrival to its batch.",
+            "kvbraid_draft_queue_seconds",
+            "Time from a step's arrival to its batch; of one that came over a socket during another"
+            " batch, from the beginning of that.",
             buckets=TOKEN_BUCKETS, registry=registry,
         )  # fmt: skip
         self.connected_workers = Gauge(

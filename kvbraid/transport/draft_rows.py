@@ -1,4 +1,4 @@
-"""How fused rows travel between processes; here: in the message itself, as raw bytes."""
+"""How fused rows travel between processes; here: as raw bytes in the message, or behind it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from torch import Tensor
 from kvbraid.errors import InvalidRequestError
 from kvbraid.v1 import draft_pb2 as pb
 
+# Fewer bytes cost less in their message than beside it.
+_MIN_FOLLOWING_BYTES = 32 << 10
+
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 _EXPONENTS = {
-    torch.float32: (torch.int32, np.int32(0x7F800000)),
-    torch.bfloat16: (torch.int16, np.int16(0x7F80)),
-    torch.float16: (torch.int16, np.int16(0x7C00)),
+    torch.float32: ("int32", 0x7F800000),
+    torch.bfloat16: ("int16", 0x7F80),
+    torch.float16: ("int16", 0x7C00),
 }
 
 
@@ -58,39 +61,88 @@ class InlineRows:
 
     def pack(self, rows: Sequence[Tensor], into: pb.DraftRows) -> None:
         """See RowCarrier."""
-        present = [part for part in rows if part.shape[0]]
-        if not present:
-            return
-        whole = torch.cat(present) if len(present) > 1 else present[0]
-        if whole.dtype != self._format.dtype or whole.device.type != "cpu":
-            whole = whole.to(device="cpu", dtype=self._format.dtype)
-        if not whole.is_contiguous():
-            whole = whole.contiguous()
-        # Its bytes, without torch: a small step would spend more on views than on the wire.
-        into.inline = ctypes.string_at(whole.data_ptr(), whole.nbytes)
+        parts = sendable_parts(rows, self._format)
+        if parts:
+            into.inline = b"".join([_memory_of(part) for part in parts])
 
     def unpack(self, message: pb.DraftRows, num_rows: int) -> Tensor:
         """See RowCarrier."""
-        expected = num_rows * self._format.row_bytes
         data = message.inline
         check_num_bytes(len(data), num_rows, self._format)
-        shape = (num_rows, self._format.hidden_size)
-        if num_rows == 0:
-            return torch.empty(shape, dtype=self._format.dtype)
-        # A copy: the message's bytes are shared and read only.
-        rows = torch.empty(shape, dtype=self._format.dtype)
-        ctypes.memmove(rows.data_ptr(), data, expected)
-        return rows
+        return _tensor_of(data, num_rows, self._format)
+
+
+class FollowingRows:
+    """RowCarrier that leaves many rows where they are, to be sent behind their message, and puts
+    few into it. For one message at a time.
+
+    to_follow: of the message packed last. followed: what came behind the message that is unpacked.
+    """
+
+    def __init__(self, row_format: RowFormat) -> None:
+        self._format = row_format
+        self._inline = InlineRows(row_format)
+        self._parts: list[Tensor] = []
+        self.followed = memoryview(b"")
+
+    @property
+    def to_follow(self) -> list[memoryview]:
+        """The tensors' own memory: to be sent, or copied, while nobody changes them."""
+        return [memoryview(_memory_of(part)) for part in self._parts]
+
+    def pack(self, rows: Sequence[Tensor], into: pb.DraftRows) -> None:
+        """See RowCarrier; but for `to_follow`."""
+        self._parts = []
+        num_bytes = sum(part.shape[0] for part in rows) * self._format.row_bytes
+        if num_bytes < _MIN_FOLLOWING_BYTES:
+            self._inline.pack(rows, into)
+            return
+        self._parts = sendable_parts(rows, self._format)
+        into.following_bytes = num_bytes
+
+    def unpack(self, message: pb.DraftRows, num_rows: int) -> Tensor:
+        """See RowCarrier."""
+        if message.WhichOneof("carrier") != "following_bytes":
+            return self._inline.unpack(message, num_rows)
+        check_num_bytes(len(self.followed), num_rows, self._format)
+        return _tensor_of(self.followed, num_rows, self._format)
+
+
+def sendable_parts(rows: Sequence[Tensor], row_format: RowFormat) -> list[Tensor]:
+    """Those of `rows` that are not empty, as contiguous tensors of `row_format` on the CPU."""
+    parts = [part for part in rows if part.shape[0]]
+    return [
+        part.to(device="cpu", dtype=row_format.dtype).contiguous()
+        if part.dtype != row_format.dtype or part.device.type != "cpu" or not part.is_contiguous()
+        else part
+        for part in parts
+    ]
+
+
+def _memory_of(part: Tensor) -> ctypes.Array[ctypes.c_char]:
+    """Its bytes, without torch: a small step would spend more on views than on the wire. They are
+    there as long as the tensor is."""
+    return (ctypes.c_char * part.nbytes).from_address(part.data_ptr())
+
+
+def _tensor_of(data: bytes | memoryview, num_rows: int, row_format: RowFormat) -> Tensor:
+    """[num_rows, d], a copy: `data` is shared, or read only."""
+    shape = (num_rows, row_format.hidden_size)
+    if num_rows == 0:
+        return torch.empty(shape, dtype=row_format.dtype)
+    return torch.frombuffer(bytearray(data), dtype=row_format.dtype).view(shape)
 
 
 def rows_are_finite(rows: Tensor) -> bool:
-    """Whether every number of `rows` (on the CPU, of a RowFormat's dtype) is one.
+    """Whether every number of `rows` (contiguous, on the CPU, of a RowFormat's dtype) is one.
 
     On the bits, without torch's passes: an infinity or a NaN has every bit of the exponent set.
     """
+    if rows.numel() == 0:
+        return True
     integer, exponent = _EXPONENTS[rows.dtype]
-    bits = rows.view(integer).numpy() & exponent
-    return not bool((bits == exponent).any())
+    bits = np.frombuffer(memoryview(_memory_of(rows)), integer)
+    return bool((bits & exponent).max() != exponent)
 
 
 def check_num_bytes(num_bytes: int, num_rows: int, row_format: RowFormat) -> None:

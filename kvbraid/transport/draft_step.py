@@ -105,18 +105,18 @@ def tasks_from_proto(
 
 def _columns(message: pb.DraftStep) -> Columns:
     """Fields with one entry a sequence, in the order in which a task is made of them. Lists, once:
-    every look into a message costs as much as a line of Python."""
-    keys = list(message.keys)
+    every look into a message costs as much as a line of Python, and list() twice a slice."""
+    keys = message.keys[:]
     num = len(keys)
     return {
         "keys": keys,
-        "first_positions": list(message.first_positions),
-        "num_rows": list(message.num_rows),
-        "anchor_ids": list(message.anchor_ids),
-        "num_wanted": list(message.num_wanted),
-        "temperatures": list(message.temperatures) or [0.0] * num,
-        "signed_keys": list(message.signed_keys) or [0] * num,
-        "starts_cold": list(message.starts_cold) or [False] * num,
+        "first_positions": message.first_positions[:],
+        "num_rows": message.num_rows[:],
+        "anchor_ids": message.anchor_ids[:],
+        "num_wanted": message.num_wanted[:],
+        "temperatures": message.temperatures[:] or [0.0] * num,
+        "signed_keys": message.signed_keys[:] or [0] * num,
+        "starts_cold": message.starts_cold[:] or [False] * num,
     }
 
 

@@ -62,6 +62,33 @@ class LocalSocketOffer:
     socket_name: str
     token: bytes
 
+    def write(self, into: pb.DraftTerms) -> None:
+        """Make it a part of the answer to hello."""
+        into.local.host_id = self.host_id
+        into.local.socket_name = self.socket_name
+        into.local.token = self.token
+
+
+@dataclass(frozen=True, slots=True)
+class TcpOffer:
+    """A way for one stream's messages between hosts, see draft.proto."""
+
+    address: str
+    token: bytes
+
+    def write(self, into: pb.DraftTerms) -> None:
+        """Make it a part of the answer to hello."""
+        into.tcp.address = self.address
+        into.tcp.token = self.token
+
+
+@dataclass(frozen=True, slots=True)
+class SocketOffers:
+    """The ways beside gRPC that a service offers one stream; None: not this one."""
+
+    local: LocalSocketOffer | None
+    tcp: TcpOffer | None
+
 
 def misfits(peer: DraftPeer, terms: DraftTerms) -> list[str]:
     """Every reason why `peer` cannot be served on `terms`; both sides ask."""
@@ -123,19 +150,15 @@ def terms_to_proto(terms: DraftTerms) -> pb.DraftTerms:
     )
 
 
-def offer_to_proto(offer: LocalSocketOffer) -> pb.LocalSocketOffer:
-    """A part of the answer to hello."""
-    return pb.LocalSocketOffer(
-        host_id=offer.host_id, socket_name=offer.socket_name, token=offer.token
+def offers_from_proto(message: pb.DraftTerms) -> SocketOffers:
+    """What a service offers with its terms."""
+    local, tcp = message.local, message.tcp
+    return SocketOffers(
+        LocalSocketOffer(local.host_id, local.socket_name, local.token)
+        if message.HasField("local")
+        else None,
+        TcpOffer(tcp.address, tcp.token) if message.HasField("tcp") else None,
     )
-
-
-def offer_from_proto(message: pb.DraftTerms) -> LocalSocketOffer | None:
-    """What a service offers with its terms; None for nothing."""
-    if not message.HasField("local"):
-        return None
-    offer = message.local
-    return LocalSocketOffer(offer.host_id, offer.socket_name, offer.token)
 
 
 def terms_from_proto(message: pb.DraftTerms) -> DraftTerms:

@@ -1,4 +1,4 @@
-"""Unix-domain stream sockets between two processes of one user and host, and frames on them."""
+"""Unix-domain stream sockets between two processes of one user and host."""
 
 from __future__ import annotations
 
@@ -6,17 +6,13 @@ import os
 import socket
 import struct
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
-from kvbraid.errors import DataLossError, IncompatibleError
+from kvbraid.errors import IncompatibleError
 from kvbraid.transport.staging import host_id
 
 SOCKET_PREFIX = "kvbraid-draft-"
-TOKEN_BYTES = 32
-ACCEPTED = b"\x01"
 
-_LENGTH = struct.Struct("<I")
 _PEER_CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 _NETWORK_NAMESPACE = Path("/proc/self/ns/net")
 
@@ -44,36 +40,3 @@ def check_same_user(connection: socket.socket) -> None:
     _, user, _ = _PEER_CREDENTIALS.unpack(raw)
     if user != os.getuid():
         raise IncompatibleError(f"the socket's peer is of user {user}, accepted: {os.getuid()}")
-
-
-def frame_of(message: bytes) -> bytes:
-    """`message` as it goes over the socket, with its length before it."""
-    return _LENGTH.pack(len(message)) + message
-
-
-class ReceivedFrames:
-    """Cuts what a socket brings into messages of at most `max_bytes`."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._data = bytearray()
-
-    def feed(self, data: bytes) -> None:
-        """The next bytes."""
-        self._data += data
-
-    def __iter__(self) -> Iterator[bytes]:
-        """The messages that are whole by now; each is given once.
-
-        Raises DataLossError for one that is longer than any may be.
-        """
-        head = _LENGTH.size
-        while len(self._data) >= head:
-            (length,) = _LENGTH.unpack_from(self._data)
-            if length > self._max_bytes:
-                raise DataLossError(f"a frame of {length} bytes, accepted: {self._max_bytes}")
-            if len(self._data) < head + length:
-                return
-            message = bytes(self._data[head : head + length])
-            del self._data[: head + length]
-            yield message

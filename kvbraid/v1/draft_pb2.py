@@ -24,15 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvbraid/v1/draft.proto\x12\nkvbraid.v1\"\x90\x01\n\x0c\x44raftRequest\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x16.kvbraid.v1.DraftHelloH\x00\x12%\n\x04open\x18\x02 \x01(\x0b\x32\x15.kvbraid.v1.DraftOpenH\x00\x12%\n\x04step\x18\x03 \x01(\x0b\x32\x15.kvbraid.v1.DraftStepH\x00\x42\t\n\x07\x63ontent\"\x9d\x01\n\rDraftResponse\x12\'\n\x05terms\x18\x01 \x01(\x0b\x32\x16.kvbraid.v1.DraftTermsH\x00\x12+\n\x07\x61nswers\x18\x02 \x01(\x0b\x32\x18.kvbraid.v1.DraftAnswersH\x00\x12+\n\x07goodbye\x18\x03 \x01(\x0b\x32\x18.kvbraid.v1.DraftGoodbyeH\x00\x42\t\n\x07\x63ontent\"\x98\x01\n\nDraftHello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\x12\x15\n\rtarget_digest\x18\x03 \x01(\t\x12\x16\n\x0e\x64rafter_digest\x18\x04 \x01(\t\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x18\n\x10max_draft_tokens\x18\x06 \x01(\r\"\xa5\x03\n\nDraftTerms\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x14\n\x0c\x64rafter_kind\x18\x03 \x01(\t\x12\x16\n\x0e\x64rafter_digest\x18\x04 \x01(\t\x12\x15\n\rtarget_digest\x18\x05 \x01(\t\x12\x13\n\x0bhidden_size\x18\x06 \x01(\r\x12\x11\n\trow_dtype\x18\x07 \x01(\t\x12\x12\n\ntap_layers\x18\x08 \x03(\r\x12\x18\n\x10max_draft_tokens\x18\t \x01(\r\x12\x1c\n\x14predicts_from_anchor\x18\n \x01(\x08\x12\x12\n\nvocab_size\x18\x0b \x01(\r\x12\x18\n\x10\x64raft_vocab_size\x18\x0c \x01(\r\x12\x1c\n\x14max_rows_per_message\x18\r \x01(\r\x12\x15\n\rmax_sequences\x18\x0e \x01(\r\x12\x14\n\x0cmax_position\x18\x0f \x01(\r\x12+\n\x05local\x18\x10 \x01(\x0b\x32\x1c.kvbraid.v1.LocalSocketOffer\x12\x0f\n\x07\x61\x64\x64ress\x18\x11 \x01(\t\"G\n\x10LocalSocketOffer\x12\x0f\n\x07host_id\x18\x01 \x01(\t\x12\x13\n\x0bsocket_name\x18\x02 \x01(\t\x12\r\n\x05token\x18\x03 \x01(\x0c\"@\n\tDraftRows\x12\x10\n\x06inline\x18\x01 \x01(\x0cH\x00\x12\x16\n\x0cshared_bytes\x18\x02 \x01(\x04H\x00\x42\t\n\x07\x63\x61rrier\"C\n\tDraftOpen\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x13\n\x0btransfer_id\x18\x02 \x01(\x0c\x12\x14\n\x0c\x65nd_position\x18\x03 \x01(\r\"\x9f\x02\n\tDraftStep\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\x0f\n\x07step_id\x18\x02 \x01(\x04\x12\x0c\n\x04keys\x18\x03 \x03(\t\x12\x17\n\x0f\x66irst_positions\x18\x04 \x03(\r\x12\x10\n\x08num_rows\x18\x05 \x03(\r\x12#\n\x04rows\x18\x06 \x01(\x0b\x32\x15.kvbraid.v1.DraftRows\x12\x16\n\x0enext_token_ids\x18\x07 \x03(\r\x12\x12\n\nanchor_ids\x18\x08 \x03(\r\x12\x12\n\nnum_wanted\x18\t \x03(\r\x12\x14\n\x0ctemperatures\x18\n \x03(\x02\x12\x13\n\x0bsigned_keys\x18\x0b \x03(\x10\x12\x13\n\x0bstarts_cold\x18\x0c \x03(\x08\x12\x14\n\x0c\x64ropped_keys\x18\r \x03(\t\"\xd7\x01\n\x0c\x44raftAnswers\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12)\n\x08statuses\x18\x02 \x03(\x0e\x32\x17.kvbraid.v1.DraftStatus\x12\x10\n\x08num_held\x18\x03 \x03(\r\x12\x12\n\nnum_drafts\x18\x04 \x03(\r\x12\x11\n\ttoken_ids\x18\x05 \x03(\x05\x12\x17\n\x0fnum_confidences\x18\x06 \x03(\r\x12\x13\n\x0b\x63onfidences\x18\x07 \x03(\x02\x12\x10\n\x08queue_us\x18\x08 \x01(\r\x12\x12\n\ncompute_us\x18\t \x01(\r\"\x1e\n\x0c\x44raftGoodbye\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x85\x01\n\nDraftGrant\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x13\n\x0btransfer_id\x18\x02 \x01(\x0c\x12\x13\n\x0bincarnation\x18\x03 \x01(\x06\x12\x0b\n\x03key\x18\x04 \x01(\t\x12\x11\n\trow_dtype\x18\x05 \x01(\t\x12\x1c\n\x14max_rows_per_message\x18\x06 \x01(\r\"\xa3\x01\n\rIngestRequest\x12(\n\x06target\x18\x01 \x01(\x0b\x32\x18.kvbraid.v1.IngestTarget\x12\x16\n\x0e\x66irst_position\x18\x02 \x01(\r\x12#\n\x04rows\x18\x03 \x01(\x0b\x32\x15.kvbraid.v1.DraftRows\x12\x16\n\x0enext_token_ids\x18\x04 \x03(\r\x12\x13\n\x0bstarts_cold\x18\x05 \x01(\x08\"\x85\x01\n\x0cIngestTarget\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x0c\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\x12\x0b\n\x03key\x18\x03 \x01(\t\x12\x16\n\x0e\x64rafter_digest\x18\x04 \x01(\t\x12\x13\n\x0bhidden_size\x18\x05 \x01(\r\x12\x11\n\trow_dtype\x18\x06 \x01(\t\"\"\n\x0eIngestResponse\x12\x10\n\x08num_rows\x18\x01 \x01(\x04*~\n\x0b\x44raftStatus\x12\x1c\n\x18\x44RAFT_STATUS_UNSPECIFIED\x10\x00\x12\x19\n\x15\x44RAFT_STATUS_PROPOSED\x10\x01\x12\x1c\n\x18\x44RAFT_STATUS_NEED_RESYNC\x10\x02\x12\x18\n\x14\x44RAFT_STATUS_REFUSED\x10\x03\x32\x93\x01\n\x0c\x44raftService\x12@\n\x05\x44raft\x12\x18.kvbraid.v1.DraftRequest\x1a\x19.kvbraid.v1.DraftResponse(\x01\x30\x01\x12\x41\n\x06Ingest\x12\x19.kvbraid.v1.IngestRequest\x1a\x1a.kvbraid.v1.IngestResponse(\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvbraid/v1/draft.proto\x12\nkvbraid.v1\"\x90\x01\n\x0c\x44raftRequest\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x16.kvbraid.v1.DraftHelloH\x00\x12%\n\x04open\x18\x02 \x01(\x0b\x32\x15.kvbraid.v1.DraftOpenH\x00\x12%\n\x04step\x18\x03 \x01(\x0b\x32\x15.kvbraid.v1.DraftStepH\x00\x42\t\n\x07\x63ontent\"\x9d\x01\n\rDraftResponse\x12\'\n\x05terms\x18\x01 \x01(\x0b\x32\x16.kvbraid.v1.DraftTermsH\x00\x12+\n\x07\x61nswers\x18\x02 \x01(\x0b\x32\x18.kvbraid.v1.DraftAnswersH\x00\x12+\n\x07goodbye\x18\x03 \x01(\x0b\x32\x18.kvbraid.v1.DraftGoodbyeH\x00\x42\t\n\x07\x63ontent\"\x98\x01\n\nDraftHello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\x12\x15\n\rtarget_digest\x18\x03 \x01(\t\x12\x16\n\x0e\x64rafter_digest\x18\x04 \x01(\t\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x18\n\x10max_draft_tokens\x18\x06 \x01(\r\"\xc8\x03\n\nDraftTerms\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x14\n\x0c\x64rafter_kind\x18\x03 \x01(\t\x12\x16\n\x0e\x64rafter_digest\x18\x04 \x01(\t\x12\x15\n\rtarget_digest\x18\x05 \x01(\t\x12\x13\n\x0bhidden_size\x18\x06 \x01(\r\x12\x11\n\trow_dtype\x18\x07 \x01(\t\x12\x12\n\ntap_layers\x18\x08 \x03(\r\x12\x18\n\x10max_draft_tokens\x18\t \x01(\r\x12\x1c\n\x14predicts_from_anchor\x18\n \x01(\x08\x12\x12\n\nvocab_size\x18\x0b \x01(\r\x12\x18\n\x10\x64raft_vocab_size\x18\x0c \x01(\r\x12\x1c\n\x14max_rows_per_message\x18\r \x01(\r\x12\x15\n\rmax_sequences\x18\x0e \x01(\r\x12\x14\n\x0cmax_position\x18\x0f \x01(\r\x12+\n\x05local\x18\x10 \x01(\x0b\x32\x1c.kvbraid.v1.LocalSocketOffer\x12\x0f\n\x07\x61\x64\x64ress\x18\x11 \x01(\t\x12!\n\x03tcp\x18\x12 \x01(\x0b\x32\x14.kvbraid.v1.TcpOffer\"G\n\x10LocalSocketOffer\x12\x0f\n\x07host_id\x18\x01 \x01(\t\x12\x13\n\x0bsocket_name\x18\x02 \x01(\t\x12\r\n\x05token\x18\x03 \x01(\x0c\"*\n\x08TcpOffer\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\r\n\x05token\x18\x02 \x01(\x0c\"[\n\tDraftRows\x12\x10\n\x06inline\x18\x01 \x01(\x0cH\x00\x12\x16\n\x0cshared_bytes\x18\x02 \x01(\x04H\x00\x12\x19\n\x0f\x66ollowing_bytes\x18\x03 \x01(\x04H\x00\x42\t\n\x07\x63\x61rrier\"C\n\tDraftOpen\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x13\n\x0btransfer_id\x18\x02 \x01(\x0c\x12\x14\n\x0c\x65nd_position\x18\x03 \x01(\r\"\x9f\x02\n\tDraftStep\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\x0f\n\x07step_id\x18\x02 \x01(\x04\x12\x0c\n\x04keys\x18\x03 \x03(\t\x12\x17\n\x0f\x66irst_positions\x18\x04 \x03(\r\x12\x10\n\x08num_rows\x18\x05 \x03(\r\x12#\n\x04rows\x18\x06 \x01(\x0b\x32\x15.kvbraid.v1.DraftRows\x12\x16\n\x0enext_token_ids\x18\x07 \x03(\r\x12\x12\n\nanchor_ids\x18\x08 \x03(\r\x12\x12\n\nnum_wanted\x18\t \x03(\r\x12\x14\n\x0ctemperatures\x18\n \x03(\x02\x12\x13\n\x0bsigned_keys\x18\x0b \x03(\x10\x12\x13\n\x0bstarts_cold\x18\x0c \x03(\x08\x12\x14\n\x0c\x64ropped_keys\x18\r \x03(\t\"\xd7\x01\n\x0c\x44raftAnswers\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12)\n\x08statuses\x18\x02 \x03(\x0e\x32\x17.kvbraid.v1.DraftStatus\x12\x10\n\x08num_held\x18\x03 \x03(\r\x12\x12\n\nnum_drafts\x18\x04 \x03(\r\x12\x11\n\ttoken_ids\x18\x05 \x03(\x05\x12\x17\n\x0fnum_confidences\x18\x06 \x03(\r\x12\x13\n\x0b\x63onfidences\x18\x07 \x03(\x02\x12\x10\n\x08queue_us\x18\x08 \x01(\r\x12\x12\n\ncompute_us\x18\t \x01(\r\"\x1e\n\x0c\x44raftGoodbye\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x85\x01\n\nDraftGrant\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x13\n\x0btransfer_id\x18\x02 \x01(\x0c\x12\x13\n\x0bincarnation\x18\x03 \x01(\x06\x12\x0b\n\x03key\x18\x04 \x01(\t\x12\x11\n\trow_dtype\x18\x05 \x01(\t\x12\x1c\n\x14max_rows_per_message\x18\x06 \x01(\r\"\xa3\x01\n\rIngestRequest\x12(\n\x06target\x18\x01 \x01(\x0b\x32\x18.kvbraid.v1.IngestTarget\x12\x16\n\x0e\x66irst_position\x18\x02 \x01(\r\x12#\n\x04rows\x18\x03 \x01(\x0b\x32\x15.kvbraid.v1.DraftRows\x12\x16\n\x0enext_token_ids\x18\x04 \x03(\r\x12\x13\n\x0bstarts_cold\x18\x05 \x01(\x08\"\x85\x01\n\x0cIngestTarget\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x0c\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\x12\x0b\n\x03key\x18\x03 \x01(\t\x12\x16\n\x0e\x64rafter_digest\x18\x04 \x01(\t\x12\x13\n\x0bhidden_size\x18\x05 \x01(\r\x12\x11\n\trow_dtype\x18\x06 \x01(\t\"\"\n\x0eIngestResponse\x12\x10\n\x08num_rows\x18\x01 \x01(\x04*~\n\x0b\x44raftStatus\x12\x1c\n\x18\x44RAFT_STATUS_UNSPECIFIED\x10\x00\x12\x19\n\x15\x44RAFT_STATUS_PROPOSED\x10\x01\x12\x1c\n\x18\x44RAFT_STATUS_NEED_RESYNC\x10\x02\x12\x18\n\x14\x44RAFT_STATUS_REFUSED\x10\x03\x32\x93\x01\n\x0c\x44raftService\x12@\n\x05\x44raft\x12\x18.kvbraid.v1.DraftRequest\x1a\x19.kvbraid.v1.DraftResponse(\x01\x30\x01\x12\x41\n\x06Ingest\x12\x19.kvbraid.v1.IngestRequest\x1a\x1a.kvbraid.v1.IngestResponse(\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvbraid.v1.draft_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DRAFTSTATUS']._serialized_start=2146
-  _globals['_DRAFTSTATUS']._serialized_end=2272
+  _globals['_DRAFTSTATUS']._serialized_start=2252
+  _globals['_DRAFTSTATUS']._serialized_end=2378
   _globals['_DRAFTREQUEST']._serialized_start=39
   _globals['_DRAFTREQUEST']._serialized_end=183
   _globals['_DRAFTRESPONSE']._serialized_start=186
@@ -40,27 +40,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DRAFTHELLO']._serialized_start=346
   _globals['_DRAFTHELLO']._serialized_end=498
   _globals['_DRAFTTERMS']._serialized_start=501
-  _globals['_DRAFTTERMS']._serialized_end=922
-  _globals['_LOCALSOCKETOFFER']._serialized_start=924
-  _globals['_LOCALSOCKETOFFER']._serialized_end=995
-  _globals['_DRAFTROWS']._serialized_start=997
-  _globals['_DRAFTROWS']._serialized_end=1061
-  _globals['_DRAFTOPEN']._serialized_start=1063
-  _globals['_DRAFTOPEN']._serialized_end=1130
-  _globals['_DRAFTSTEP']._serialized_start=1133
-  _globals['_DRAFTSTEP']._serialized_end=1420
-  _globals['_DRAFTANSWERS']._serialized_start=1423
-  _globals['_DRAFTANSWERS']._serialized_end=1638
-  _globals['_DRAFTGOODBYE']._serialized_start=1640
-  _globals['_DRAFTGOODBYE']._serialized_end=1670
-  _globals['_DRAFTGRANT']._serialized_start=1673
-  _globals['_DRAFTGRANT']._serialized_end=1806
-  _globals['_INGESTREQUEST']._serialized_start=1809
-  _globals['_INGESTREQUEST']._serialized_end=1972
-  _globals['_INGESTTARGET']._serialized_start=1975
-  _globals['_INGESTTARGET']._serialized_end=2108
-  _globals['_INGESTRESPONSE']._serialized_start=2110
-  _globals['_INGESTRESPONSE']._serialized_end=2144
-  _globals['_DRAFTSERVICE']._serialized_start=2275
-  _globals['_DRAFTSERVICE']._serialized_end=2422
+  _globals['_DRAFTTERMS']._serialized_end=957
+  _globals['_LOCALSOCKETOFFER']._serialized_start=959
+  _globals['_LOCALSOCKETOFFER']._serialized_end=1030
+  _globals['_TCPOFFER']._serialized_start=1032
+  _globals['_TCPOFFER']._serialized_end=1074
+  _globals['_DRAFTROWS']._serialized_start=1076
+  _globals['_DRAFTROWS']._serialized_end=1167
+  _globals['_DRAFTOPEN']._serialized_start=1169
+  _globals['_DRAFTOPEN']._serialized_end=1236
+  _globals['_DRAFTSTEP']._serialized_start=1239
+  _globals['_DRAFTSTEP']._serialized_end=1526
+  _globals['_DRAFTANSWERS']._serialized_start=1529
+  _globals['_DRAFTANSWERS']._serialized_end=1744
+  _globals['_DRAFTGOODBYE']._serialized_start=1746
+  _globals['_DRAFTGOODBYE']._serialized_end=1776
+  _globals['_DRAFTGRANT']._serialized_start=1779
+  _globals['_DRAFTGRANT']._serialized_end=1912
+  _globals['_INGESTREQUEST']._serialized_start=1915
+  _globals['_INGESTREQUEST']._serialized_end=2078
+  _globals['_INGESTTARGET']._serialized_start=2081
+  _globals['_INGESTTARGET']._serialized_end=2214
+  _globals['_INGESTRESPONSE']._serialized_start=2216
+  _globals['_INGESTRESPONSE']._serialized_end=2250
+  _globals['_DRAFTSERVICE']._serialized_start=2381
+  _globals['_DRAFTSERVICE']._serialized_end=2528
 # @@protoc_insertion_point(module_scope)

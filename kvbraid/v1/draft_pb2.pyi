@@ -190,6 +190,7 @@ class DraftTerms(_message.Message):
     MAX_POSITION_FIELD_NUMBER: _builtins.int
     LOCAL_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
+    TCP_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Of this protocol."""
     epoch: _builtins.int
@@ -230,7 +231,11 @@ class DraftTerms(_message.Message):
 
     @_builtins.property
     def local(self) -> Global___LocalSocketOffer:
-        """A faster way for this stream's messages; absent where the service has none."""
+        """A faster way for this stream's messages on the service's host; absent where it has none."""
+
+    @_builtins.property
+    def tcp(self) -> Global___TcpOffer:
+        """A faster way for this stream's messages from any host; absent where the service has none."""
 
     def __init__(
         self,
@@ -252,10 +257,11 @@ class DraftTerms(_message.Message):
         max_position: _builtins.int = ...,
         local: Global___LocalSocketOffer | None = ...,
         address: _builtins.str = ...,
+        tcp: Global___TcpOffer | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["local", b"local"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["local", b"local", "tcp", b"tcp"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "draft_vocab_size", b"draft_vocab_size", "drafter_digest", b"drafter_digest", "drafter_kind", b"drafter_kind", "epoch", b"epoch", "hidden_size", b"hidden_size", "local", b"local", "max_draft_tokens", b"max_draft_tokens", "max_position", b"max_position", "max_rows_per_message", b"max_rows_per_message", "max_sequences", b"max_sequences", "predicts_from_anchor", b"predicts_from_anchor", "protocol_version", b"protocol_version", "row_dtype", b"row_dtype", "tap_layers", b"tap_layers", "target_digest", b"target_digest", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "draft_vocab_size", b"draft_vocab_size", "drafter_digest", b"drafter_digest", "drafter_kind", b"drafter_kind", "epoch", b"epoch", "hidden_size", b"hidden_size", "local", b"local", "max_draft_tokens", b"max_draft_tokens", "max_position", b"max_position", "max_rows_per_message", b"max_rows_per_message", "max_sequences", b"max_sequences", "predicts_from_anchor", b"predicts_from_anchor", "protocol_version", b"protocol_version", "row_dtype", b"row_dtype", "tap_layers", b"tap_layers", "target_digest", b"target_digest", "tcp", b"tcp", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -266,7 +272,7 @@ class LocalSocketOffer(_message.Message):
     """A Unix-domain stream socket for the messages of one Draft stream. The worker connects, sends
     `token` and with it, as SCM_RIGHTS, a memfd sealed against growing and shrinking of
     max_rows_per_message rows; the service answers one byte 1. From then on both sides send frames:
-    a little-endian uint32, the length of what follows, and a DraftRequest or DraftResponse.
+    two little-endian uint32, the lengths of what follows; a DraftRequest or DraftResponse; and rows.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -296,6 +302,35 @@ class LocalSocketOffer(_message.Message):
 Global___LocalSocketOffer: _TypeAlias = LocalSocketOffer  # noqa: Y015
 
 @_typing.final
+class TcpOffer(_message.Message):
+    """A TCP socket for the messages of one Draft stream, taken up like LocalSocketOffer but without
+    memory: the worker connects and sends `token`, the service answers one byte 1, then both sides
+    send frames.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
+    address: _builtins.str
+    """host:port of this very service."""
+    token: _builtins.bytes
+    """256 random bits, good for one connection."""
+    def __init__(
+        self,
+        *,
+        address: _builtins.str = ...,
+        token: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TcpOffer: _TypeAlias = TcpOffer  # noqa: Y015
+
+@_typing.final
 class DraftRows(_message.Message):
     """Fused rows one after the other, each of hidden_size numbers of row_dtype, little-endian."""
 
@@ -303,23 +338,27 @@ class DraftRows(_message.Message):
 
     INLINE_FIELD_NUMBER: _builtins.int
     SHARED_BYTES_FIELD_NUMBER: _builtins.int
+    FOLLOWING_BYTES_FIELD_NUMBER: _builtins.int
     inline: _builtins.bytes
     """In this message."""
     shared_bytes: _builtins.int
     """So many bytes at the beginning of the memory that came with LocalSocketOffer.token. They are
     the service's until it has answered the step.
     """
+    following_bytes: _builtins.int
+    """So many bytes, behind this message in its frame on a TCP socket."""
     def __init__(
         self,
         *,
         inline: _builtins.bytes = ...,
         shared_bytes: _builtins.int = ...,
+        following_bytes: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["carrier", b"carrier", "inline", b"inline", "shared_bytes", b"shared_bytes"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["carrier", b"carrier", "following_bytes", b"following_bytes", "inline", b"inline", "shared_bytes", b"shared_bytes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["carrier", b"carrier", "inline", b"inline", "shared_bytes", b"shared_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["carrier", b"carrier", "following_bytes", b"following_bytes", "inline", b"inline", "shared_bytes", b"shared_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_carrier: _TypeAlias = _typing.Literal["inline", "shared_bytes"]  # noqa: Y015
+    _WhichOneofReturnType_carrier: _TypeAlias = _typing.Literal["inline", "shared_bytes", "following_bytes"]  # noqa: Y015
     _WhichOneofArgType_carrier: _TypeAlias = _typing.Literal["carrier", b"carrier"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_carrier) -> _WhichOneofReturnType_carrier | None: ...
 

@@ -56,8 +56,8 @@ class DraftServiceServicer:
     def Draft(self, request_iterator, context):
         """One stream a decode worker, opened by its rank 0. DraftHello first, answered with DraftTerms;
         then DraftOpen, which has no answer, and DraftStep, answered in order with DraftAnswers.
-        A worker of the same host may take up DraftTerms.local: its further requests and their answers
-        then travel over that socket; goodbye and every error still come over this stream.
+        The worker may take up DraftTerms.local or DraftTerms.tcp: its further requests and their
+        answers then travel over that socket; goodbye and every error still come over this stream.
         The service keeps a worker's sequences and last answers when its stream breaks.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

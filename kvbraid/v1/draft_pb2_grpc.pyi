@@ -38,8 +38,8 @@ class DraftServiceStub:
     Draft: _grpc.StreamStreamMultiCallable[_draft_pb2.DraftRequest, _draft_pb2.DraftResponse]
     """One stream a decode worker, opened by its rank 0. DraftHello first, answered with DraftTerms;
     then DraftOpen, which has no answer, and DraftStep, answered in order with DraftAnswers.
-    A worker of the same host may take up DraftTerms.local: its further requests and their answers
-    then travel over that socket; goodbye and every error still come over this stream.
+    The worker may take up DraftTerms.local or DraftTerms.tcp: its further requests and their
+    answers then travel over that socket; goodbye and every error still come over this stream.
     The service keeps a worker's sequences and last answers when its stream breaks.
     """
     Ingest: _grpc.StreamUnaryMultiCallable[_draft_pb2.IngestRequest, _draft_pb2.IngestResponse]
@@ -57,8 +57,8 @@ class DraftServiceAsyncStub(DraftServiceStub):
     Draft: _aio.StreamStreamMultiCallable[_draft_pb2.DraftRequest, _draft_pb2.DraftResponse]  # type: ignore[assignment]
     """One stream a decode worker, opened by its rank 0. DraftHello first, answered with DraftTerms;
     then DraftOpen, which has no answer, and DraftStep, answered in order with DraftAnswers.
-    A worker of the same host may take up DraftTerms.local: its further requests and their answers
-    then travel over that socket; goodbye and every error still come over this stream.
+    The worker may take up DraftTerms.local or DraftTerms.tcp: its further requests and their
+    answers then travel over that socket; goodbye and every error still come over this stream.
     The service keeps a worker's sequences and last answers when its stream breaks.
     """
     Ingest: _aio.StreamUnaryMultiCallable[_draft_pb2.IngestRequest, _draft_pb2.IngestResponse]  # type: ignore[assignment]
@@ -79,8 +79,8 @@ class DraftServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_draft_pb2.DraftResponse], _abc.AsyncIterator[_draft_pb2.DraftResponse]]:
         """One stream a decode worker, opened by its rank 0. DraftHello first, answered with DraftTerms;
         then DraftOpen, which has no answer, and DraftStep, answered in order with DraftAnswers.
-        A worker of the same host may take up DraftTerms.local: its further requests and their answers
-        then travel over that socket; goodbye and every error still come over this stream.
+        The worker may take up DraftTerms.local or DraftTerms.tcp: its further requests and their
+        answers then travel over that socket; goodbye and every error still come over this stream.
         The service keeps a worker's sequences and last answers when its stream breaks.
         """
 

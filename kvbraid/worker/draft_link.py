@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 
 from kvbraid.errors import KVBraidError
+from kvbraid.settings.tls import TlsSettings
 from kvbraid.transport.draft_connection import DraftWireChoice, open_draft_stream
 from kvbraid.transport.draft_stream import DraftStream
 from kvbraid.transport.draft_terms import DraftPeer
@@ -27,8 +28,8 @@ _LASTING_S = 5.0
 class DraftLink:
     """Connects, and connects again with growing pauses.
 
-    wire: how the stream is carried. on_change: called in the loop with the stream when it opens
-    and with None when it is lost.
+    wire: how the stream is carried. tls: what channels are made with. on_change: called in the
+    loop with the stream when it opens and with None when it is lost.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class DraftLink:
         peer: DraftPeer,
         channels: ChannelFactory,
         wire: DraftWireChoice,
+        tls: TlsSettings,
         on_change: Callable[[DraftStream | None], None],
         first_retry_s: float = _FIRST_RETRY_S,
     ) -> None:
@@ -45,6 +47,7 @@ class DraftLink:
         self._peer = peer
         self._channels = channels
         self._wire = wire
+        self._tls = tls
         self._on_change = on_change
         self._first_retry_s = first_retry_s
         self._task: asyncio.Task[None] | None = None
@@ -83,6 +86,7 @@ class DraftLink:
                 self._address,
                 self._peer,
                 self._wire,
+                tls=self._tls,
                 timeout_s=_HANDSHAKE_S,
             )
             logger.info("drafts come from %s by %s", self._address, stream.wire)

@@ -179,6 +179,7 @@ async def _remote(rank: Rank, opened: OpenedDrafter, stack: AsyncExitStack) -> R
         ),
         settings=settings.speculative,
         channels=channels.channel,
+        tls=settings.server.tls,
         metrics=rank.metrics.speculation,
     )
     drafting.start()

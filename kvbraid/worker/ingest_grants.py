@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from kvbraid.errors import InvalidRequestError, LeaseLostError
@@ -94,9 +94,10 @@ class IngestGrants:
         grant.has_begun = True
         return grant
 
-    def concern(self, tasks: Sequence[DraftTask]) -> bool:
-        """Whether `settle` may wait for or change one of `tasks`."""
-        return bool(self._by_key) and any(task.key in self._by_key for task in tasks)
+    def concern(self, keys: Iterable[str]) -> bool:
+        """Whether one of the sequences `keys` has a grant. From any thread: it looks names up, one
+        by one, and nothing else."""
+        return bool(self._by_key) and any(key in self._by_key for key in keys)
 
     async def settle(self, tasks: Sequence[DraftTask], wait_s: float) -> Sequence[DraftTask]:
         """`tasks` as they go to the proposer: those of sequences with a grant wait, up to wait_s

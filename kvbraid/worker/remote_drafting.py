@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Sequence
 
-from kvbraid.settings import SpeculativeSettings
+from kvbraid.settings import SpeculativeSettings, TlsSettings
 from kvbraid.speculative.proposal import Answer, DraftTask, Proposal, Resync
 from kvbraid.telemetry.speculation_metrics import SpeculationMetrics
 from kvbraid.transport.draft_answers import AnsweredStep
@@ -50,11 +50,13 @@ class RemoteDrafting:
         peer: DraftPeer,
         settings: SpeculativeSettings,
         channels: ChannelFactory,
+        tls: TlsSettings,
         metrics: SpeculationMetrics,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """peer: this worker; its max_draft_tokens is what `max_draft_tokens` says. channels: the
-        channel to an address, which its owner closes after `stop`. clock: seconds, monotonic."""
+        channel to an address, which its owner closes after `stop`. tls: what they are made with.
+        clock: seconds, monotonic."""
         self._address = address
         self._peer = peer
         self._metrics = metrics
@@ -77,6 +79,7 @@ class RemoteDrafting:
             peer=peer,
             channels=channels,
             wire=settings.draft_wire,
+            tls=tls,
             on_change=self._stream_changed,
         )
         self._stream: DraftStream | None = None

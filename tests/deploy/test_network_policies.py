@@ -47,6 +47,8 @@ def test_roles_have_the_edges_that_they_need_and_no_others(direction: str) -> No
         ("prefill", "decode", 50053, 50054),
         ("prefill", "draft", 50054, 50054),
         ("decode", "draft", 50054, 50054),
+        # Steps past gRPC.
+        ("decode", "draft", 50055, 50055),
     }
 
 

@@ -37,7 +37,7 @@ SENTENCES: list[tuple[Values, str]] = [
     ),
     (decode({"exchange": "fused"}, hosts_per_worker=2), "exchange is fused, which writes into"),
     (decode({"kv_mover": "shared_memory"}), "pods share no memory: use auto or grpc_push"),
-    (decode({"draft_wire": "local_socket"}), "pods share no sockets: use auto or grpc"),
+    (decode({"draft_wire": "local_socket"}), "pods share no sockets: use auto, tcp or grpc"),
     (decode({"page_size": 16, "interleave": 3}), "interleave 3 must divide page_size 16"),
     (decode({"max_model_len": 9000}), "max_model_len 9000 does not fit into kv_cache_tokens 8192"),
     (
@@ -70,6 +70,10 @@ SENTENCES: list[tuple[Values, str]] = [
         "max_replicas 4 is below min_replicas 5",
     ),
     ({"draft": {"replicas": 1}}, "draft.settings.drafter is empty"),
+    (
+        {"draft": {"replicas": 1, "settings": {"drafter": "/models/d", "step_port": 50054}}},
+        "draft.settings.step_port 50054 is port, metrics_port or health_port too",
+    ),
     (
         {"draft": {"replicas": 1, "settings": {"drafter": "/models/d"}}}
         | decode({"drafter": "/models/d"}),

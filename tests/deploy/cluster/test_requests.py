@@ -27,6 +27,7 @@ EDGES = {
     ("prefill", "decode", 50054),
     ("prefill", "draft", 50054),
     ("decode", "draft", 50054),
+    ("decode", "draft", 50055),
 }
 
 

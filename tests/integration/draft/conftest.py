@@ -18,24 +18,29 @@ from prometheus_client import CollectorRegistry
 
 from draft_service.batcher import Batcher
 from draft_service.config import DraftSettings
-from draft_service.local_listener import LocalListener
+from draft_service.local_door import LocalDoor
 from draft_service.servicer import DraftServicer
+from draft_service.socket_listener import SocketListener
+from draft_service.tcp_door import TcpDoor
 from draft_service.worker import DraftWorker
 from kvbraid.rpc.channels import ChannelPool
 from kvbraid.rpc.server import RpcServer
-from kvbraid.settings import ServerSettings, SpeculativeSettings
+from kvbraid.settings import ServerSettings, SpeculativeSettings, TlsSettings
 from kvbraid.speculative.proposal import Answer, DraftTask, Proposal, Resync
 from kvbraid.telemetry.metrics import DraftServiceMetrics
 from kvbraid.telemetry.speculation_metrics import SpeculationMetrics
 from kvbraid.transport.draft_rows import row_carrier
+from kvbraid.transport.draft_socket import connect_local_socket, connect_tcp
 from kvbraid.transport.draft_step import fill_step
-from kvbraid.transport.draft_terms import DraftPeer, DraftTerms
+from kvbraid.transport.draft_terms import DraftPeer, DraftTerms, offers_from_proto
+from kvbraid.transport.socket_frames import frame_of
 from kvbraid.v1 import draft_pb2 as pb
 from kvbraid.v1.draft_pb2_grpc import DraftServiceStub, add_DraftServiceServicer_to_server
 from kvbraid.worker.remote_drafting import RemoteDrafting
 from kvbraid.worker.row_pusher import RowPusher
 
 HIDDEN, VOCAB = 4, 50
+PLAINTEXT = TlsSettings()
 
 
 class ScriptedProposer:
@@ -120,10 +125,10 @@ class Service:
         server: RpcServer,
         proposer: ScriptedProposer,
         registry: Any,
-        listener: LocalListener,
+        listeners: dict[str, SocketListener],
     ) -> None:
         self.server = server
-        self.listener = listener
+        self.listeners = listeners
         self.proposer = proposer
         self.registry = registry
         self.pool = ChannelPool(ServerSettings())
@@ -146,7 +151,7 @@ class Service:
 
 @asynccontextmanager
 async def running_service(
-    *, epoch: int = TERMS.epoch, port: int = 0, **settings: Any
+    *, epoch: int = TERMS.epoch, port: int = 0, tls: TlsSettings = PLAINTEXT, **settings: Any
 ) -> AsyncIterator[Service]:
     metrics = DraftServiceMetrics()
     proposer = ScriptedProposer()
@@ -160,13 +165,20 @@ async def running_service(
     )
     terms = replace(TERMS, epoch=epoch)
     worker = DraftWorker(terms=terms, settings=draft, batcher=batcher, metrics=metrics.draft)
-    listener = LocalListener(terms)
-    listener.start()
-    server = RpcServer(
-        role="draft", settings=ServerSettings(port=port, drain_seconds=10), metrics=metrics.rpc
-    )
+    own = ServerSettings(port=port, drain_seconds=10, tls=tls)
+    listeners: dict[str, SocketListener] = {
+        "local_socket": SocketListener(LocalDoor(terms)),
+        "tcp": SocketListener(TcpDoor(own, draft.step_port)),
+    }
+    for listener in listeners.values():
+        listener.start()
+    server = RpcServer(role="draft", settings=own, metrics=metrics.rpc)
     servicer = DraftServicer(
-        worker, lease_s=draft.lease_seconds, address=lambda: server.address, listener=listener
+        worker,
+        lease_s=draft.lease_seconds,
+        address=lambda: server.address,
+        inbox=batcher.inbox,
+        listeners=tuple(listeners.values()),
     )
     server.add(add_DraftServiceServicer_to_server, servicer, "kvbraid.v1.DraftService")
     await server.start()
@@ -174,12 +186,13 @@ async def running_service(
     await server.set_serving(True)
     thread = threading.Thread(target=batcher.run)
     thread.start()
-    service = Service(server, proposer, metrics.registry, listener)
+    service = Service(server, proposer, metrics.registry, listeners)
     try:
         yield service
     finally:
         proposer.gate.set()
-        listener.close()
+        for listener in listeners.values():
+            listener.close()
         batcher.close()
         await asyncio.to_thread(thread.join, 10)
         await service.pool.close()
@@ -202,15 +215,71 @@ class RawStream:
 
     async def step(self, step_id: int, tasks: Sequence[DraftTask], **changes: Any) -> Any:
         """The answer to a step; `changes` replace fields of its message."""
-        step = pb.DraftStep(step_id=step_id)
-        carrier = row_carrier(TERMS.row_format)
-        fill_step(step, tasks, changes.pop("dropped", ()), epoch=TERMS.epoch, carrier=carrier)
-        for field, value in changes.items():
-            step.ClearField(field)
-            step.MergeFrom(pb.DraftStep(**{field: value}))
-        await self.call.write(pb.DraftRequest(step=step))
+        await self.call.write(step_request(step_id, tasks, **changes))
         response = await self.call.read()
         return response if response is EOF else response.answers
+
+
+def step_request(step_id: int, tasks: Sequence[DraftTask], **changes: Any) -> pb.DraftRequest:
+    """A step; `changes` replace fields of its message."""
+    step = pb.DraftStep(step_id=step_id)
+    carrier = row_carrier(TERMS.row_format)
+    fill_step(step, tasks, changes.pop("dropped", ()), epoch=TERMS.epoch, carrier=carrier)
+    for field, value in changes.items():
+        step.ClearField(field)
+        step.MergeFrom(pb.DraftStep(**{field: value}))
+    return pb.DraftRequest(step=step)
+
+
+class RawSocket(RawStream):
+    """The same beside whose call a socket is used."""
+
+    def __init__(self, service: Service, wire: str, **hello: Any) -> None:
+        super().__init__(service, **hello)
+        self.wire = wire
+        self.socket: Any = None
+
+    async def open(self) -> pb.DraftTerms:
+        terms = await super().open()
+        self.socket = await asyncio.to_thread(connect_by, self.wire, terms)
+        return terms
+
+    async def send(self, data: bytes) -> None:
+        await asyncio.to_thread(self.socket.sendall, data)
+
+    async def read(self) -> Any:
+        """The next answers; None at the end of the socket."""
+        head = await asyncio.to_thread(self.receive, 8)
+        if len(head) < 8:
+            return None
+        body = await asyncio.to_thread(self.receive, int.from_bytes(head, "little"))
+        return pb.DraftResponse.FromString(body).answers
+
+    def receive(self, num_bytes: int) -> bytes:
+        """So many bytes, fewer at the end."""
+        data = b""
+        while len(data) < num_bytes and (more := self.socket.recv(num_bytes - len(data))):
+            data += more
+        return data
+
+    async def step(self, step_id: int, tasks: Sequence[DraftTask], **changes: Any) -> Any:
+        request = step_request(step_id, tasks, **changes)
+        await self.send(frame_of(request.SerializeToString()))
+        return await self.read()
+
+
+def connect_by(wire: str, terms: pb.DraftTerms) -> Any:
+    """A socket that a service has accepted, blocking."""
+    offers = offers_from_proto(terms)
+    if wire == "tcp":
+        assert offers.tcp is not None
+        connected = connect_tcp(offers.tcp, PLAINTEXT, timeout_s=5)
+    else:
+        assert offers.local is not None
+        connected = connect_local_socket(offers.local, TERMS, timeout_s=5)
+    connection: Any = connected.connection
+    connection.settimeout(20)
+    return connection
 
 
 class Target:
@@ -246,6 +315,7 @@ async def running_target(
     incarnation: int = 5,
     clock: Any = None,
     peer: Any = None,
+    tls: TlsSettings = PLAINTEXT,
     **settings: Any,
 ) -> AsyncIterator[Target]:
     registry = CollectorRegistry()
@@ -256,12 +326,13 @@ async def running_target(
     }
     values |= settings
     extra = {} if clock is None else {"clock": clock}
-    async with ChannelPool(ServerSettings()) as pool:
+    async with ChannelPool(ServerSettings(tls=tls)) as pool:
         drafting = RemoteDrafting(
             address=address,
             peer=peer or DraftPeer(incarnation, "target", "drafter", VOCAB, 4),
             settings=SpeculativeSettings(**values),
             channels=pool.channel,
+            tls=tls,
             metrics=SpeculationMetrics(registry),
             **extra,
         )
@@ -359,6 +430,9 @@ def draft(wire: str) -> Any:
         target = staticmethod(partial(running_target, wire=wire))
         pusher = staticmethod(running_pusher)
         raw = RawStream
+        raw_socket = RawSocket
+        request = staticmethod(step_request)
+        connect = staticmethod(connect_by)
         eventually = staticmethod(eventually)
         rows = staticmethod(rows_of)
         task = staticmethod(task_of)

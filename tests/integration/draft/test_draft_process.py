@@ -9,6 +9,8 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +71,12 @@ def metrics_of(address: str) -> str:
         return str(response.read().decode())
 
 
+def patient() -> Callable[[], float]:
+    """A clock by which steps are long, so that one may wait for drafts as long as the limit says:
+    these are really computed."""
+    return partial(next, count(0.0, 1.0))
+
+
 def task_of(first: int, num: int, hidden_size: int, **more: Any) -> DraftTask:
     generator = torch.Generator().manual_seed(first)
     rows = torch.randn(num, hidden_size, generator=generator)
@@ -84,7 +92,7 @@ async def test_a_trained_drafter_serves_drafts_and_drains(
     report = await ready(process, tmp_path)
     peer = peer_of(kind)
     width = open_drafter(ASSETS / f"tiny-mla-{kind}", load_config(TARGET)).config.hidden_size
-    async with draft.target(report.grpc, peer=peer) as target:
+    async with draft.target(report.grpc, peer=peer, clock=patient()) as target:
         await target.connected()
         (first,) = await target.step(task_of(0, 5, width))
         assert isinstance(first, Proposal)
@@ -112,7 +120,7 @@ async def test_a_trained_drafter_serves_drafts_and_drains(
         assert await target.step(task_of(0, 5, width)) == [None]
 
 
-@pytest.mark.parametrize("wire", ["local_socket", "grpc"])
+@pytest.mark.parametrize("wire", ["local_socket", "tcp", "grpc"])
 async def test_a_killed_service_costs_steps_and_a_new_one_is_used(
     wire: str, start: Start, tmp_path: Path, draft: Any
 ) -> None:
@@ -120,7 +128,7 @@ async def test_a_killed_service_costs_steps_and_a_new_one_is_used(
     process = start(drafter)
     report = await ready(process, tmp_path)
     width = open_drafter(ASSETS / "tiny-mla-dspark", load_config(TARGET)).config.hidden_size
-    async with draft.target(report.grpc, peer=peer_of("dspark")) as target:
+    async with draft.target(report.grpc, peer=peer_of("dspark"), clock=patient()) as target:
         await target.connected()
         (before,) = await target.step(task_of(0, 5, width))
         process.kill()

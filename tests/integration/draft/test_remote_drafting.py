@@ -14,7 +14,7 @@ from kvbraid.speculative.proposal import DraftSampling, Proposal, Resync
 from kvbraid.transport.draft_terms import DraftPeer
 
 
-@pytest.fixture(params=["local_socket", "grpc"])
+@pytest.fixture(params=["local_socket", "tcp", "grpc"])
 def wire(request: pytest.FixtureRequest) -> Any:
     return request.param
 

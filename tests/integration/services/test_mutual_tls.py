@@ -23,7 +23,7 @@ from kvbraid.testing.certificates import CertificateAuthority
 
 DRAFTER = Path(__file__).parents[2] / "assets" / "tiny-mla-dspark"
 # Nothing takes the short cuts of one host, which TLS is not asked for.
-PATIENT = "draft_policy=fixed,draft_timeout_ms=20000,draft_timeout_fraction=100,draft_wire=grpc"
+PATIENT = "draft_policy=fixed,draft_timeout_ms=20000,draft_timeout_fraction=100,draft_wire=tcp"
 ROLES = ("coordinator", "prefill-0", "decode-0", "draft-0")
 
 

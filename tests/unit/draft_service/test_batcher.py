@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -54,7 +55,8 @@ class Bench:
         tasks = [DraftTask(k, 0, torch.zeros(rows, 2), (1,) * rows, 1, 0) for k in keys]
         done: asyncio.Future[Computed | None] = asyncio.get_running_loop().create_future()
         self.done.append(done)
-        self.batcher.submit(Job(tasks, done.set_result, stream=stream, dropped=[*drops]))
+        on_done = partial(done.get_loop().call_soon_threadsafe, done.set_result)
+        self.batcher.submit(Job(tasks, on_done, stream=stream, dropped=[*drops]))
 
     async def run(self) -> list[list[str]]:
         self._thread.start()

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
 from draft_service.sessions import Session, Sessions
+from draft_service.step_answer import Outcome
 from kvbraid.errors import InvalidRequestError, OverloadedError
 from kvbraid.transport.draft_answers import AnsweredStep
 
@@ -25,14 +24,16 @@ def test_the_least_recently_used_sequences_go() -> None:
     assert session.keys == ("d", "e")
 
 
-async def test_only_the_last_answers_are_kept() -> None:
+def test_only_the_last_answers_are_kept() -> None:
     session = Session(1, 0, 3)
     for step_id in range(1, 21):
         assert session.answer_to(step_id) is None
-        session.begin(step_id).set_result(AnsweredStep(step_id, ()))
+        session.begin(step_id).settle(AnsweredStep(step_id, ()))
     known = session.answer_to(13)
     assert known is not None
-    assert (await known).step_id == 13
+    told: list[Outcome] = []
+    known.then(told.append)
+    assert told == [AnsweredStep(13, ())]
     with pytest.raises(InvalidRequestError, match="step_id is 12, accepted: above 20"):
         session.answer_to(12)
     assert session.answer_to(10**6) is None
@@ -57,9 +58,14 @@ def test_workers_without_a_stream_make_room_oldest_first() -> None:
     assert evicted == [2]
 
 
-async def test_a_promise_outlives_the_step_that_made_it() -> None:
+def test_whoever_repeats_a_step_is_told_when_it_is_answered() -> None:
     session = Session(1, 0, 3)
-    promise = session.begin(5)
-    waiting = asyncio.ensure_future(asyncio.shield(session.answer_to(5) or promise))
-    promise.set_result(AnsweredStep(5, ()))
-    assert (await waiting).step_id == 5
+    told: list[tuple[str, Outcome]] = []
+    session.begin(1).then(lambda outcome: told.append(("first", outcome)))
+    repeated = session.answer_to(1)
+    assert repeated is not None
+    repeated.then(lambda outcome: told.append(("again", outcome)))
+    assert told == []
+    answered = AnsweredStep(1, ())
+    repeated.settle(answered)
+    assert told == [("first", answered), ("again", answered)]

@@ -17,7 +17,7 @@ from kvbraid.transport.draft_answers import (
 )
 from kvbraid.transport.draft_grant import DraftGrant
 from kvbraid.transport.draft_grant_wire import draft_grant_from_proto, draft_grant_to_proto
-from kvbraid.transport.draft_rows import RowFormat, row_carrier
+from kvbraid.transport.draft_rows import RowFormat, row_carrier, rows_are_finite
 from kvbraid.transport.draft_step import fill_step, tasks_from_proto
 from kvbraid.transport.draft_terms import (
     DraftPeer,
@@ -151,3 +151,13 @@ def test_tasks_whose_rows_are_not_finite_are_found(values: list[float], refused:
     message = pb.DraftStep()
     fill_step(message, tasks, [], epoch=1, carrier=carrier)
     assert tasks_from_proto(message, terms, carrier, str).refused == refused
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rows_of_every_type_say_whether_they_are_finite(dtype: torch.dtype) -> None:
+    limits = torch.finfo(dtype)
+    for value in (float("inf"), float("-inf"), float("nan"), limits.max, limits.min, 0.0, -0.0):
+        rows = torch.ones(5, 7, dtype=dtype)
+        rows[3, 2] = value
+        assert rows_are_finite(rows) == bool(rows.isfinite().all()), value
+    assert rows_are_finite(rows[:0])

@@ -22,6 +22,16 @@
 {{- $callers | toJson -}}
 {{- end -}}
 
+{{/* Ports of the role that `caller` calls, as policies write them. Decode workers, whose steps are
+     in a hurry, have a second one. */}}
+{{- define "kvbraid.called_ports" -}}
+{{- $facts := include "kvbraid.facts" . | fromJson -}}
+- {{ include "kvbraid.port_range" (dict "first" $facts.port "last" (index (include "kvbraid.callers" . | fromJson) .caller)) }}
+{{- if and (eq .caller "decode") $facts.step_port }}
+- {{ include "kvbraid.port_range" (dict "first" $facts.step_port "last" $facts.step_port) }}
+{{- end -}}
+{{- end -}}
+
 {{- define "kvbraid.callees" -}}
 {{- $role := .role -}}
 {{- $root := .root -}}

@@ -53,6 +53,9 @@ spec:
         {{- if eq .role "coordinator" }}
         - {name: http, containerPort: {{ int $values.settings.http_port }}}
         {{- end }}
+        {{- if $facts.step_port }}
+        - {name: steps, containerPort: {{ int $facts.step_port }}}
+        {{- end }}
         {{- if eq .place "first" }}
         - {name: metrics, containerPort: {{ int $facts.metrics_port }}}
         {{- if $facts.health_port }}

@@ -37,6 +37,9 @@
 {{- if eq (int $settings.http_port) (int $settings.metrics_port) -}}
 {{- fail (printf "%s.settings.http_port and metrics_port are both %d" $role (int $settings.http_port)) -}}
 {{- end -}}
+{{- if and $facts.step_port (has (int $facts.step_port) (list (int $facts.port) (int $facts.metrics_port) (int $facts.health_port))) -}}
+{{- fail (printf "%s.settings.step_port %d is port, metrics_port or health_port too" $role (int $facts.step_port)) -}}
+{{- end -}}
 {{- if and $facts.is_group (le (int $facts.port) (mul (sub (int $facts.hosts) 1) (int $facts.ranks) | int)) -}}
 {{- fail (printf "%s.settings.port %d is too low: it must be above the number of a worker's last host's first rank" $role (int $facts.port)) -}}
 {{- end -}}
@@ -69,7 +72,7 @@
 {{- fail (printf "%s.settings.kv_mover is shared_memory, but pods share no memory: use auto or grpc_push" $role) -}}
 {{- end -}}
 {{- if eq (toString $settings.draft_wire) "local_socket" -}}
-{{- fail (printf "%s.settings.draft_wire is local_socket, but pods share no sockets: use auto or grpc" $role) -}}
+{{- fail (printf "%s.settings.draft_wire is local_socket, but pods share no sockets: use auto, tcp or grpc" $role) -}}
 {{- end -}}
 {{- if and $settings.kv_cache_tokens $settings.max_model_len (lt (int $settings.kv_cache_tokens) (int $settings.max_model_len)) -}}
 {{- fail (printf "%s.settings.max_model_len %d does not fit into kv_cache_tokens %d" $role (int $settings.max_model_len) (int $settings.kv_cache_tokens)) -}}

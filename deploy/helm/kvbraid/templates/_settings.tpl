@@ -23,6 +23,7 @@
   "port" (int $settings.port)
   "last_port" (sub (add (int $settings.port) $ranks) 1)
   "metrics_port" (int $settings.metrics_port)
+  "step_port" ($settings.step_port | default 0 | int)
   "health_port" ($settings.health_port | default (include "kvbraid.default_health_port" .) | int)
   "grace_seconds" (add $drain (int $values.pre_stop_seconds) (include "kvbraid.stop_seconds" . | int))
 -}}

@@ -1,4 +1,4 @@
-"""DraftStream over a Unix-domain socket that the engine's thread itself writes and reads.
+"""DraftStream over a socket that the engine's thread itself writes and reads.
 
 No event loop is between the engine and the kernel. The gRPC call that the handshake was made on
 stays open beside it: it brings the goodbye and says when the service is gone.
@@ -8,66 +8,58 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import select
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from google.protobuf.message import DecodeError
 
 from kvbraid.errors import DataLossError, KVBraidError, UnavailableError
 from kvbraid.speculative.proposal import DraftTask
-from kvbraid.transport.draft_rows import RowCarrier, row_carrier
+from kvbraid.transport.draft_rows import FollowingRows, RowCarrier, row_carrier
+from kvbraid.transport.draft_socket import DraftSocket
 from kvbraid.transport.draft_step import fill_step
 from kvbraid.transport.draft_stream import SentStep, UnansweredSteps, open_request
-from kvbraid.transport.draft_terms import DraftTerms, LocalSocketOffer
 from kvbraid.transport.grpc_draft_stream import GrpcDraftStream
-from kvbraid.transport.local_socket import (
-    ACCEPTED,
-    ReceivedFrames,
-    abstract_address,
-    check_same_user,
-    frame_of,
-)
-from kvbraid.transport.shared_rows import RowMemory, SharedRows, memory_bytes, new_row_memory
+from kvbraid.transport.outgoing_bytes import OutgoingBytes
+from kvbraid.transport.shared_rows import SharedRows
+from kvbraid.transport.socket_frames import ReceivedFrames, frame_of
 from kvbraid.v1 import draft_pb2 as pb
 
-_RECEIVE_BYTES = 64 << 10
 _MAX_ANSWERS_BYTES = 4 << 20
-# Longest wait for room in the socket. All that it has to hold is a step and some grants, so a
-# service that leaves no room is as good as gone.
-_SEND_S = 0.05
+# Behind a message that the socket has no room for. The engine sends one step at a time, and what
+# else it sends is small: a service that takes none of it is as good as gone.
+_MAX_UNSENT_BYTES = 1 << 20
 
 
-class LocalDraftStream:
+class SocketDraftStream:
     """See DraftStream. control: the open call, whose `run` and `close` are this one's from now on.
-    connection: to the service, accepted. memory: shared with it.
+    connected: to the service, accepted.
 
     Whoever waits for an answer reads the socket, and resolves every step whose answer comes
-    meanwhile.
+    meanwhile. Nobody waits for room: the event loop sends what the socket does not take at once.
     """
 
-    wire = "local_socket"
-
-    def __init__(
-        self, control: GrpcDraftStream, connection: socket.socket, memory: RowMemory
-    ) -> None:
-        connection.setblocking(False)
+    def __init__(self, control: GrpcDraftStream, connected: DraftSocket) -> None:
         self.terms = control.terms
+        self.wire = connected.wire
         self._control = control
-        self._socket = connection
-        self._inline = row_carrier(self.terms.row_format)
-        self._shared = SharedRows(self.terms.row_format, memory)
+        self._socket = connected.connection
+        row_format, memory = self.terms.row_format, connected.memory
+        self._inline = row_carrier(row_format)
+        self._shared = None if memory is None else SharedRows(row_format, memory)
+        self._following = FollowingRows(row_format)
         self._memory_user: SentStep | None = None
         self._unanswered = UnansweredSteps(control.address)
         self._frames = ReceivedFrames(_MAX_ANSWERS_BYTES)
+        self._unsent = OutgoingBytes()
+        self._num_behind = 0
         self._sending, self._reading = threading.Lock(), threading.Lock()
-        self._readable, self._writable = select.poll(), select.poll()
-        self._readable.register(connection, select.POLLIN)
-        self._writable.register(connection, select.POLLOUT)
+        self._readable = select.poll()
+        self._readable.register(self._socket, select.POLLIN)
         self._is_closed = False
         self._loop = asyncio.get_running_loop()
         self._broken: asyncio.Future[KVBraidError] = self._loop.create_future()
@@ -80,7 +72,7 @@ class LocalDraftStream:
             carrier = self._carrier(step if tasks else None)
             fill_step(request.step, tasks, dropped, epoch=self.terms.epoch, carrier=carrier)
             request.step.step_id = self._unanswered.add(step)
-            self._send(request)
+            self._send(request, self._following.to_follow if carrier is self._following else ())
         return step
 
     def open_grant(self, key: str, transfer_id: bytes, end_position: int) -> None:
@@ -109,6 +101,8 @@ class LocalDraftStream:
         self._end()
         # Nobody waits on the socket any more: it was shut down.
         with self._reading, self._sending:
+            if self._socket.fileno() >= 0:
+                self._loop.remove_writer(self._socket.fileno())
             self._socket.close()
 
     def receive_until_done(self, step: SentStep, seconds: float) -> bool:
@@ -128,51 +122,77 @@ class LocalDraftStream:
 
     def _carrier(self, step: SentStep | None) -> RowCarrier:
         """The memory is the service's until it has answered the step that used it."""
+        if self._shared is None:
+            return self._following
         if step is None or not (self._memory_user is None or self._memory_user.is_done):
             return self._inline
         self._memory_user = step
         return self._shared
 
-    def _send(self, request: pb.DraftRequest) -> None:
+    def _send(self, request: pb.DraftRequest, rows: Sequence[memoryview] = ()) -> None:
         if self._is_closed:
             self._unanswered.end()
             return
-        left = memoryview(frame_of(request.SerializeToString()))
+        frame, was_idle = frame_of(request.SerializeToString(), rows), not self._unsent
+        self._num_behind = 0 if was_idle else self._num_behind + len(frame) + sum(map(len, rows))
+        self._unsent.add(frame, *rows)
+        self._write()
+        self._unsent.keep()
+        if self._num_behind > _MAX_UNSENT_BYTES:
+            self._break(UnavailableError(f"{self._control.address} does not read its {self.wire}"))
+        elif was_idle and self._unsent:
+            self._in_loop(self._send_rest)
+
+    def _write(self) -> None:
+        """As much as there is room for. With `_sending`."""
         try:
-            while left:
-                try:
-                    left = left[self._socket.send(left) :]
-                except BlockingIOError:
-                    if not self._writable.poll(_SEND_S * 1e3):
-                        raise TimeoutError(f"no room in the socket for {_SEND_S} s") from None
+            self._unsent.write(self._socket)
         except OSError as error:
-            self._break(UnavailableError(f"{self._control.address}: local socket: {error}"))
+            self._unsent.clear()
+            self._break(self._failed(error))
+
+    def _send_rest(self) -> None:
+        with self._sending:
+            if (descriptor := self._socket.fileno()) < 0:
+                return
+            if not self._is_closed:
+                self._write()
+            if self._unsent and not self._is_closed:
+                self._loop.add_writer(descriptor, self._send_rest)
+            else:
+                self._loop.remove_writer(descriptor)
 
     def _receive(self) -> None:
         try:
-            data = self._socket.recv(_RECEIVE_BYTES)
-            if not data:
+            if not self._frames.receive(self._socket):
                 raise ConnectionResetError("ended by the service")
-            self._frames.feed(data)
             for frame in self._frames:
-                self._take(pb.DraftResponse.FromString(frame))
+                self._take(pb.DraftResponse.FromString(frame.message))
+        except BlockingIOError:
+            return
         except OSError as error:
-            self._break(UnavailableError(f"{self._control.address}: local socket: {error}"))
+            self._break(self._failed(error))
         except DecodeError as error:
-            self._break(DataLossError(f"{self._control.address}: local socket: {error}"))
+            self._break(DataLossError(f"{self._control.address}: {self.wire}: {error}"))
         except DataLossError as error:
             self._break(error)
+
+    def _failed(self, error: OSError) -> UnavailableError:
+        return UnavailableError(f"{self._control.address}: {self.wire}: {error}")
 
     def _take(self, response: pb.DraftResponse) -> None:
         content = response.WhichOneof("content")
         if content != "answers":
-            raise DataLossError(f"{self._control.address} sent {content} over the local socket")
+            raise DataLossError(f"{self._control.address} sent {content} by {self.wire}")
         self._unanswered.take(response.answers)
 
     def _break(self, error: KVBraidError) -> None:
         self._end()
+        self._in_loop(self._tell_broken, error)
+
+    def _in_loop(self, call: Callable[..., None], *arguments: Any) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has closed: nobody runs the stream
-            self._loop.call_soon_threadsafe(self._tell_broken, error)
+            self._loop.call_soon_threadsafe(call, *arguments)
 
     def _tell_broken(self, error: KVBraidError) -> None:
         if not self._broken.done():
@@ -188,41 +208,10 @@ class LocalDraftStream:
 class _ReadStep(SentStep):
     """Resolved by whoever reads the socket."""
 
-    def __init__(self, num_tasks: int, stream: LocalDraftStream) -> None:
+    def __init__(self, num_tasks: int, stream: SocketDraftStream) -> None:
         super().__init__(num_tasks)
         self._stream = stream
 
     def wait(self, seconds: float) -> bool:
         """See SentStep."""
         return self.is_done or self._stream.receive_until_done(self, seconds)
-
-
-def connect_local_socket(
-    offer: LocalSocketOffer, terms: DraftTerms, *, timeout_s: float
-) -> tuple[socket.socket, RowMemory]:
-    """Connect to what a service offers and share memory for rows with it. Blocks.
-
-    Raises UnavailableError when the socket is not there or not accepted, IncompatibleError when
-    it is another user's.
-    """
-    num_bytes = memory_bytes(terms.row_format, terms.max_rows_per_message)
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        connection.settimeout(timeout_s)
-        connection.connect(abstract_address(offer.socket_name))
-        check_same_user(connection)
-        fd = new_row_memory(num_bytes)
-        memory = RowMemory(os.dup(fd), num_bytes)
-        try:
-            socket.send_fds(connection, [offer.token], [fd])
-        finally:
-            os.close(fd)
-        if connection.recv(len(ACCEPTED)) != ACCEPTED:
-            raise UnavailableError(f"{offer.socket_name} did not accept this worker")
-    except OSError as error:
-        connection.close()
-        raise UnavailableError(f"local socket {offer.socket_name}: {error}") from error
-    except KVBraidError:
-        connection.close()
-        raise
-    return connection, memory
