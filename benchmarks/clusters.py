@@ -56,8 +56,10 @@ class Clusters:
         """Give each role of all clusters the same cores, and this process some of its own.
 
         Clusters that answer in turn then differ by what they do and not by where they were placed,
-        which lasts for as long as they run. Nothing is done where there are fewer cores than a few
-        for each.
+        which lasts for as long as they run: on a virtual machine one core is slower than another
+        by as much as is to be measured. So the main thread of each process, with its event loop,
+        has one core to itself. To be called again now and then, for threads that were started
+        since. Nothing is done where there are fewer cores than a few for each.
         """
         if len(self._cores) < _FEWEST_CORES:
             return
@@ -66,12 +68,14 @@ class Clusters:
         for cluster in self._clusters:
             for name, child in cluster.children.items():
                 place = _PLACES[name.split("-")[0]]
-                _pin(child.pid, shared[place * quarter : (place + 1) * quarter])
+                first, *others = shared[place * quarter : (place + 1) * quarter]
+                _pin(child.pid, others, main=[first])
         _pin(os.getpid(), own)
 
 
-def _pin(pid: int, cores: list[int]) -> None:
-    """All threads of a process; those that it starts later inherit it."""
-    for thread in os.listdir(f"/proc/{pid}/task"):
+def _pin(pid: int, cores: list[int], main: list[int] | None = None) -> None:
+    """All threads of a process; main: of its main thread. Those that are started later inherit
+    it."""
+    for thread in map(int, os.listdir(f"/proc/{pid}/task")):
         with contextlib.suppress(ProcessLookupError):  # it has just ended
-            os.sched_setaffinity(int(thread), cores)
+            os.sched_setaffinity(thread, main if main and thread == pid else cores)

@@ -13,9 +13,11 @@ it, each cluster answers without drafts. In float32 the tokens of a pair must be
 the streams for which they are are counted.
 
 On a GPU an answer of 96 tokens takes a tenth of a second, in which a machine's moods are larger
-than what is to be seen: a sample there is as many groups of prompts as take most of a second,
-processes of one role share their cores, and a second plain cluster, the control, is compared with
-the first one.
+than what is to be seen: a sample there is as many groups of prompts as take most of a second, and
+processes of one role share their cores. Two clusters that are alike differ by a few per cent all
+the same, for as long as they run. So there are two plain ones there: what counts as plain is both
+of them together, and how far apart they are is told; with --generations the pairs of several
+starts, each with its own learning, count together.
 """
 
 from __future__ import annotations
@@ -23,18 +25,19 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.clusters import Clusters
 from benchmarks.random_drafter import write_random_drafter
 from benchmarks.report import BenchmarkRow, write_report
-from benchmarks.service_streams import DraftCounts, Sample, run_streams
+from benchmarks.service_streams import Sample, run_streams
+from benchmarks.speculation_rows import Pairs, control_row, rows_of
 from kvbraid.cluster.local_cluster import ClusterSpec
 from kvbraid.cluster.worker_spec import WorkerSpec
 from kvbraid.settled_heap import settle_heap
@@ -47,9 +50,6 @@ GPU_FLOOR = 0.97
 _POOL_TOKENS = 320
 _WARMUP_TOKENS = 16
 _GPU_SAMPLE_S = 0.7
-
-Pairs = list[tuple[Sample, Sample]]
-"""(plain, drafted) of each round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +66,7 @@ class Options:
     dtype: str
     batches: tuple[int, ...]
     repeats: int
+    generations: int
     max_tokens: int
     bar: float | None
     floor: float | None
@@ -112,25 +113,34 @@ class Deadline:
         return now + share
 
 
-def measure(
-    options: Options, addresses: dict[str, str], batch: int, end: float
-) -> dict[str, Pairs]:
-    """Pairs of each drafter; at least one, and no round that `end` is not expected to allow."""
+def warm_up(options: Options, addresses: dict[str, str], batch: int) -> None:
+    """Each cluster answers without drafts, at last as much as in a sample."""
     for address in addresses.values():
         for size in _sizes(batch):
             run_streams(address, options.texts(0, size), _WARMUP_TOKENS, max_draft_tokens=0)
-    found: dict[str, Pairs] = {drafter: [] for drafter in addresses if drafter != PLAIN}
+        run_streams(address, options.texts(0, batch), options.max_tokens, max_draft_tokens=0)
+
+
+def measure(
+    options: Options, addresses: dict[str, str], batch: int, end: float
+) -> dict[str, list[tuple[Sample, Sample]]]:
+    """Pairs of each drafter; at least one, and no round that `end` is not expected to allow."""
+    plain = [name for name in addresses if name in (PLAIN, CONTROL)]
+    found: dict[str, list[tuple[Sample, Sample]]] = {
+        drafter: [] for drafter in addresses if drafter != PLAIN
+    }
     num_groups = _num_groups(options, addresses[PLAIN], batch)
     longest_s = 0.0
-    for round_number in range(options.repeats):
+    for round_number in range(math.ceil(options.repeats / options.generations)):
         began = time.monotonic()
         if round_number and began + longest_s > end:
             break
         first = round_number * num_groups
         groups = [options.texts(first + i, batch) for i in range(num_groups)]
         taken = _round(options, addresses, groups, round_number)
+        peer = Sample.joined([taken[name] for name in plain])
         for drafter, pairs in found.items():
-            pairs.append((taken[PLAIN], taken[drafter]))
+            pairs.append((taken[PLAIN] if drafter == CONTROL else peer, taken[drafter]))
         longest_s = max(longest_s, time.monotonic() - began)
     return found
 
@@ -161,101 +171,44 @@ def _round(
     }
 
 
-def control_row(case: str, pairs: Pairs) -> BenchmarkRow:
-    """The second plain cluster's rate over the first one's: what may differ where nothing does."""
-    ratios = [ours.rate / peer.rate for peer, ours in pairs]
-    peer, ours = (
-        statistics.median(sample.rate for sample in side) for side in zip(*pairs, strict=True)
-    )
-    title = f"{case}: tokens/s of a second plain cluster / plain, median of {len(pairs)} pairs"
-    return _barred(title, ours, peer, statistics.median(ratios), None)
-
-
-def rows_of(case: str, pairs: Pairs, options: Options, bar: float | None) -> list[BenchmarkRow]:
-    """Rates against plain decoding and against bars, then what was drafted for them."""
-    plain, drafted = zip(*pairs, strict=True)
-    ratio = statistics.median(ours.rate / peer.rate for peer, ours in pairs)
-    ours, peer = (statistics.median(s.rate for s in side) for side in (drafted, plain))
-    title = f"{case}: tokens/s with drafts / plain"
-    rows = [_barred(f"{title}, median of {len(pairs)} pairs", ours, peer, ratio, bar)]
-    whole, plain_whole = _whole_rate(drafted), _whole_rate(plain)
-    rows.append(
-        _barred(
-            f"{title}, all pairs with what was learnt in them",
-            whole,
-            plain_whole,
-            whole / plain_whole,
-            options.floor,
-        )
-    )
-    first_plain, first = pairs[0]
-    rows.append(
-        _barred(
-            f"{title}, first pair",
-            first.rate,
-            first_plain.rate,
-            first.rate / first_plain.rate,
-            None,
-        )
-    )
-    return [*rows, *_draft_rows(case, drafted), _equality(case, pairs, options)]
-
-
-def _whole_rate(samples: Sequence[Sample]) -> float:
-    return sum(s.num_tokens for s in samples) / sum(s.seconds for s in samples)
-
-
-def _draft_rows(case: str, drafted: Sequence[Sample]) -> Iterator[BenchmarkRow]:
-    counts = DraftCounts.of(drafted)
-    num_tokens = sum(sample.num_tokens for sample in drafted)
-    rows = counts.num_verified + counts.num_windows
-    for what, ours, peer in (
-        ("acceptance length: tokens / windows", counts.acceptance_length * counts.num_windows,
-         counts.num_windows),
-        ("accepted / verified drafts", counts.num_accepted, counts.num_verified),
-        ("steps with drafts / steps of all streams", counts.num_windows, counts.num_steps),
-        ("verify tokens / tokens emitted", rows, num_tokens),
-    ):  # fmt: skip
-        yield _barred(f"{case}: {what}", ours, peer, ours / max(1, peer), None)
-
-
-def _equality(case: str, pairs: Pairs, options: Options) -> BenchmarkRow:
-    streams = [
-        a.token_ids == b.token_ids
-        for plain, drafted in pairs
-        for a, b in zip(plain.streams, drafted.streams, strict=True)
-    ]
-    # Batches of other sizes are added up in another order on GPUs: near ties may flip.
-    bar = 1.0 if options.dtype == "float32" and not options.is_gpu else None
-    equal, share = sum(streams), sum(streams) / len(streams)
-    return _barred(f"{case}: streams with equal tokens", equal, len(streams), share, bar)
-
-
-def _barred(case: str, ours: float, peer: float, ratio: float, bar: float | None) -> BenchmarkRow:
-    return BenchmarkRow(case, ours, peer, ratio, bar, bar is None or ratio >= bar)
-
-
-def run(options: Options, deadline_s: float) -> Iterator[BenchmarkRow]:
-    """Rows as they are found. Side by side on a GPU; on a CPU one drafter after the other, for
-    idle clusters take its memory."""
+def run(options: Options, deadline_s: float) -> Iterator[list[BenchmarkRow]]:
+    """All rows so far, after each case. Side by side on a GPU; on a CPU one drafter after the
+    other, for idle clusters take its memory."""
     groups = [(CONTROL, *options.drafters)] if options.is_gpu else [(d,) for d in options.drafters]
-    deadline = Deadline(deadline_s, len(groups) * len(options.batches))
-    for group in groups:
+    deadline = Deadline(deadline_s, options.generations * len(groups) * len(options.batches))
+    found: dict[tuple[int, str], list[tuple[Sample, Sample]]] = defaultdict(list)
+    for group in groups * options.generations:
         with Clusters() as clusters:
             addresses = clusters.start({d: options.spec(d) for d in (PLAIN, *group)})
-            if options.is_gpu:
-                clusters.share_cores()
             settle_heap()
             for batch in options.batches:
-                found = measure(options, addresses, batch, deadline.next_case())
-                for drafter, pairs in found.items():
-                    is_first = (drafter, batch) == (options.drafters[0], 1)
-                    case = f"{Path(options.model).name} {Path(drafter).name} x{batch}"
-                    bar = options.bar if is_first else options.floor
-                    if drafter == CONTROL:
-                        yield control_row(case, pairs)
-                    else:
-                        yield from rows_of(case, pairs, options, bar)
+                warm_up(options, addresses, batch)
+                if options.is_gpu:
+                    clusters.share_cores()
+                measured = measure(options, addresses, batch, deadline.next_case())
+                for drafter, pairs in measured.items():
+                    found[batch, drafter] += pairs
+                yield rows(found, options)
+
+
+def rows(found: Mapping[tuple[int, str], Pairs], options: Options) -> list[BenchmarkRow]:
+    """Of the pairs by batch and drafter."""
+    made: list[BenchmarkRow] = []
+    for (batch, drafter), pairs in found.items():
+        case = f"{Path(options.model).name} {Path(drafter).name} x{batch}"
+        if drafter == CONTROL:
+            made.append(control_row(case, pairs))
+            continue
+        is_first = (drafter, batch) == (options.drafters[0], 1)
+        made += rows_of(
+            case,
+            pairs,
+            bar=options.bar if is_first else options.floor,
+            floor=options.floor,
+            # Batches of other sizes are added up in another order on GPUs: near ties may flip.
+            is_exact=options.dtype == "float32" and not options.is_gpu,
+        )
+    return made
 
 
 def _parse() -> argparse.Namespace:
@@ -271,6 +224,9 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--dtype", default="float32", help="of the workers [float32]")
     parser.add_argument("--batch", type=int, action="append", help="streams at once [1 and 8]")
     parser.add_argument("--repeats", type=int, default=10, help="most pairs a case [10]")
+    parser.add_argument(
+        "--generations", type=int, default=1, help="times that clusters are started anew [1]"
+    )
     parser.add_argument("--max-tokens", type=int, default=96, help="tokens of a stream [96]")
     parser.add_argument(
         "--sample-seconds", type=float, help="least length of a plain sample [0.7 on a GPU]"
@@ -300,6 +256,7 @@ def _options(given: argparse.Namespace, adversary: Path) -> Options:
         dtype=given.dtype,
         batches=tuple(given.batch or (1, 8)),
         repeats=given.repeats,
+        generations=given.generations,
         max_tokens=given.max_tokens,
         bar=given.bar if given.bar is not None else (floor if is_gpu else CPU_BAR),
         floor=floor,
@@ -310,18 +267,23 @@ def _options(given: argparse.Namespace, adversary: Path) -> Options:
 def main() -> int:
     """Measure, print and write; exit code 1 when a bar is missed."""
     given = _parse()
-    rows: list[BenchmarkRow] = []
+    found: list[BenchmarkRow] = []
     with tempfile.TemporaryDirectory() as folder:
         options = _options(given, Path(folder) / "random-drafter")
-        for row in run(options, given.budget):
-            rows.append(row)
-            verdict = "holds" if row.holds else "MISSED"
-            suffix = "" if row.bar is None else f" (bar {row.bar}: {verdict})"
-            print(f"{row.case}: {row.ours:.2f} / {row.peer:.2f} = {row.ratio:.3f}{suffix}")
-            sys.stdout.flush()
+        for so_far in run(options, given.budget):
+            for row in so_far:
+                if row not in found:
+                    _show(row)
+            found = so_far
             if given.json:
-                write_report(given.json, "speculation", rows)
-    return 0 if all(row.holds for row in rows) else 1
+                write_report(given.json, "speculation", found)
+    return 0 if all(row.holds for row in found) else 1
+
+
+def _show(row: BenchmarkRow) -> None:
+    verdict = "holds" if row.holds else "MISSED"
+    suffix = "" if row.bar is None else f" (bar {row.bar}: {verdict})"
+    print(f"{row.case}: {row.ours:.2f} / {row.peer:.2f} = {row.ratio:.3f}{suffix}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """Decode and verify steps as captured graphs: a step is three uploads and one replay.
 
-A graph serves one batch size and one window width; smaller batches are padded with sequences of
-length 0, whose KV goes to the sink. Sizes are powers of two, so that padding at most doubles the
-rows; widths are exact, since a row of padding in each window would cost as much as a draft.
+A graph serves one batch size and one window width, with taps or without; smaller batches are
+padded with sequences of length 0, whose KV goes to the sink. Sizes are powers of two, so that
+padding at most doubles the rows; widths are exact, since a row of padding in each window would cost
+as much as a draft.
 
 A graph is captured when its size is first needed: sizes times widths are many, a worker uses few
 of them, and one that only prefills uses none, so a start that captured all would be long for
@@ -69,34 +70,37 @@ class CapturedForward:
         self._capture = graphs
         self._eager = EagerForward(rank)
         self._outputs = _new_outputs(rank, limits)
-        self._graphs: dict[tuple[int, int], _DecodeGraph] = {}
+        self._graphs: dict[tuple[int, int, bool], _DecodeGraph] = {}
         # The largest first: the smaller ones then share its workspace.
         self._largest = _reserve(rank, limits, limits.max_num_seqs, limits.max_window)
 
     @property
-    def captured(self) -> tuple[tuple[int, int], ...]:
-        """(batch size, window width) of the graphs that there are, in the order of capture."""
+    def captured(self) -> tuple[tuple[int, int, bool], ...]:
+        """(batch size, window width, with taps) of the graphs that there are, in the order of
+        capture."""
         return tuple(self._graphs)
 
     def run(self, batch: StepBatch) -> ForwardOutput:
         """See StepForward. Raises ValueError for a step outside the limits."""
         if batch.decode is None or batch.extend is not None:
             return self._eager.run(batch)
-        return self._graph(batch.decode).run(batch, batch.decode)
+        return self._graph(batch.decode, with_taps=batch.with_taps).run(batch, batch.decode)
 
     def close(self) -> None:
         """Drop the graphs: NCCL's communicators, which they hold, end with the process after it."""
         self._graphs.clear()
 
-    def _graph(self, decode: DecodeBatch) -> _DecodeGraph:
+    def _graph(self, decode: DecodeBatch, *, with_taps: bool) -> _DecodeGraph:
+        # With taps also on ranks that have none: a capture's passes are all ranks' together.
         size, window = self._limits.batch_size(len(decode.seq_lens)), decode.window
-        graph = self._graphs.get((size, window))
+        graph = self._graphs.get((size, window, with_taps))
         if graph is None:
             if window > self._limits.max_window:
                 raise ValueError(f"window {window} is above {self._limits.max_window}")
-            graph = _DecodeGraph(self._rank, self._limits, size, window, self._outputs)
+            outputs = self._outputs if with_taps else self._outputs._replace(taps=None)
+            graph = _DecodeGraph(self._rank, self._limits, size, window, outputs)
             graph.capture(self._capture)
-            self._graphs[size, window] = graph
+            self._graphs[size, window, with_taps] = graph
         return graph
 
 
@@ -111,7 +115,7 @@ class _DecodeGraph:
         window: int,
         outputs: ForwardOutput,
     ) -> None:
-        """outputs: of all graphs, [most tokens, ...]."""
+        """outputs: of all graphs, [most tokens, ...]; taps are written where there is room."""
         self._rank = rank
         self._batch_size = batch_size
         self._num_tokens = batch_size * window
@@ -154,7 +158,9 @@ class _DecodeGraph:
 
     def _compute(self) -> None:
         rank, (hidden, rows) = self._rank, self._outputs
-        taps = None if rank.tap_layers is None else LayerTaps(rank.tap_layers, rows)
+        taps = None
+        if rows is not None and rank.tap_layers is not None:
+            taps = LayerTaps(rank.tap_layers, rows)
         hidden.copy_(rank.model.forward(self._inputs[0], self._inputs[1], self._step, taps))
         if taps is not None:
             taps.stacked()

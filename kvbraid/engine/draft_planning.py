@@ -68,6 +68,9 @@ class DraftPlanning:
         self._is_quiet = False
         self._num_allowed = 0
         self._quiet = QuietSteps()
+        # Numbers of sequences with which the next steps are quiet, whichever sequences they are,
+        # and need not be timed.
+        self.restful: set[int] = set()
         self._asked: Asking | None = None
         self._ahead: DraftPlan | None = None
         self._executed: _Executed | None = None
@@ -75,7 +78,8 @@ class DraftPlanning:
     def change_policy(self, policy: Policy) -> None:
         """Tell the old one of what has run; the new one begins with nothing allowed."""
         self.end(SpeculationReport())
-        self.policy, self._num_allowed = policy, 0
+        self.policy = policy
+        self._allow(0)
 
     def begin(self, decoding: Seq[Sequence], now_s: float) -> None:
         """A step of these sequences begins."""
@@ -84,19 +88,22 @@ class DraftPlanning:
         if executed is not None and asked is not None and asked.is_of(decoding):
             self._executed = executed.until(now_s)
 
-    def is_quiet(self, decoding: Seq[Sequence]) -> bool:
+    def is_quiet(self, decoding: Seq[Sequence], num_active: int) -> bool:
         """Whether the next step, of these sequences, needs no plan and no drafts: they are those
-        that were asked about, or it would make no difference to the policy that they are not."""
-        asked = self._asked
-        self._is_quiet = (
-            bool(decoding)
-            and self._num_allowed > 0
-            and (
-                (asked is not None and asked.is_of(decoding))
-                or self.policy.stays_plain(len(decoding))
-            )
-        )
-        self._num_allowed -= self._is_quiet
+        that were asked about, or it would make no difference to the policy that they are not, or
+        there will soon be num_active, for which none would be asked: to begin for the first ones
+        of a batch, and tell the drafter their prompts, costs more than those steps bring."""
+        size = len(decoding)
+        self._is_quiet = False
+        if 0 < size < num_active and self.policy.steps_to_drafts(num_active):
+            self._is_quiet = True
+        elif size and self._num_allowed > 0:
+            if self.policy.stays_plain(size):
+                self._is_quiet = True
+                if not self._quiet.is_timing(size) and self._executed is None:
+                    self.restful.add(size)
+            elif (asked := self._asked) is not None:
+                self._is_quiet = asked.is_of(decoding)
         return self._is_quiet
 
     def plan(self, asking: Asking, report: SpeculationReport) -> DraftPlan:
@@ -109,7 +116,7 @@ class DraftPlanning:
             self._tell_of_quiet_steps(report)
             plan = self.policy.plan(asking.numbers, asking.limits)
         self._asked = asking
-        self._num_allowed = plan.num_same
+        self._allow(plan.num_same)
         self._is_worthwhile = plan.reason in (None, PlainReason.NOT_ALLOWED)
         self._count_plain(len(asking.decoding), report)
         return plan
@@ -120,21 +127,28 @@ class DraftPlanning:
         num_allowed = self._num_allowed
         self.settle()
         self._tell_of_quiet_steps(report)
-        self._num_allowed = num_allowed
+        self._allow(num_allowed)
         self._asked = self._ahead = None
         if report.plain:
             self._on_report(report)
 
+    def _allow(self, num_quiet: int) -> None:
+        self._num_allowed = num_quiet
+        self.restful.clear()
+
     def _tell_of_quiet_steps(self, report: SpeculationReport) -> None:
-        self._num_allowed = 0
+        self._allow(0)
         taken = self._quiet.take()
         if taken.num_steps:
             self.policy.skip(taken.num_steps, taken.seconds)
             self._count_plain(taken.num_windows, report)
 
-    def quiet_step_ran(self, num_windows: int, *, has_prompt_rows: bool) -> None:
+    def quiet_step_ran(self, num_windows: int, *, is_timed: bool) -> None:
         """A quiet step was executed, see `QuietSteps.ran`."""
-        self._quiet.ran(num_windows, has_prompt_rows=has_prompt_rows)
+        self._quiet.ran(num_windows, is_timed=is_timed)
+        self._num_allowed = max(0, self._num_allowed - 1)
+        if not self._num_allowed:
+            self.restful.clear()
 
     def ran(self, outcome: StepOutcome, report: SpeculationReport, began_s: float) -> None:
         """A planned step was executed. The policy and the metrics learn of it a little later.

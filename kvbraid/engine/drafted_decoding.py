@@ -76,6 +76,7 @@ class _Round:
     told: dict[int, _Told] = field(default_factory=dict)
     num_asked: int = 0
     num_drafting: int = 0
+    told_prompts: bool = False
     draft_s: float = 0.0
     width: int = 1
     reason: PlainReason | None = None
@@ -107,6 +108,9 @@ class DraftedDecoding:
         self._receiving: dict[str, Sequence] = {}
         # Of the last step: those in quiet steps are not told of.
         self._num_active = 0
+        self._is_resting = False
+        # Where nothing will be drafted for long, taps are not kept.
+        self.wants_taps = True
         self._round: _Round | None = None
         self._report = SpeculationReport()
 
@@ -156,13 +160,17 @@ class DraftedDecoding:
             self._rows.put(slots, rows)
 
     def draft(self, active: Seq[Sequence]) -> None:
-        """See Speculation. While drafting is off, most steps are not planned here."""
-        began = time.monotonic()
+        """See Speculation. While drafting is off, most steps are not planned here, and most of
+        those not even looked at: in a short step each call from cold caches can be felt."""
         self._drafting.take_rows()
         self._num_active = len(active)
+        self._is_resting = self._num_active in self._planning.restful
+        if self._is_resting:
+            return
+        began = time.monotonic()
         decoding = [s for s in active if s.can_decode]
         self._planning.begin(decoding, began)
-        if self._planning.is_quiet(decoding):
+        if self._planning.is_quiet(decoding, len(active)):
             self._round = None
             return
         self._round, self._report = _Round(began), SpeculationReport()
@@ -176,8 +184,10 @@ class DraftedDecoding:
         told = [self._telling(s) for s in decoding]
         limits = [self._limit(s) for s in decoding]
         plan = self._planning.plan(Asking(decoding, [t.number for t in told], limits), self._report)
-        self._rows.is_wanted = (
-            any(plan.num_wanted) or self.policy.steps_to_drafts(len(decoding)) <= STEPS_BEFORE_PROBE
+        self._want_taps(
+            decoding,
+            any(plan.num_wanted)
+            or self.policy.steps_to_drafts(len(decoding)) <= STEPS_BEFORE_PROBE,
         )
         asked.reason = plan.reason
         asked.told = {s.slot: t for s, t in zip(decoding, told, strict=True)}
@@ -185,6 +195,14 @@ class DraftedDecoding:
             sequence.drafts, entry.num_proposed, entry.confidences = (), 0, ()
         if any(plan.num_wanted):
             self._draft(decoding, told, plan, limits, asked)
+
+    def _want_taps(self, decoding: Seq[Sequence], is_wanted: bool) -> None:
+        if self.wants_taps and not is_wanted:
+            # What rejected drafts left there is not of the tokens that will come.
+            for sequence in decoding:
+                first, end = len(sequence.token_ids) - 1, len(sequence.pages) * self._page_size
+                self._rows.forget(slots_between(sequence.pages, first, end, self._page_size))
+        self.wants_taps = is_wanted
 
     def _draft(
         self,
@@ -213,8 +231,8 @@ class DraftedDecoding:
         if not plan.decodes:
             return
         if asked is None:
-            has_prompt_rows = bool(plan.extends)
-            self._planning.quiet_step_ran(len(plan.decodes), has_prompt_rows=has_prompt_rows)
+            is_timed = not (plan.extends or self._is_resting)
+            self._planning.quiet_step_ran(len(plan.decodes), is_timed=is_timed)
             return
         told = [asked.told[d.slot] for d in plan.decodes]
         num_accepted = [
@@ -235,6 +253,7 @@ class DraftedDecoding:
             confidences=[t.confidences[:n] for t, n in zip(told, num_judged, strict=True)],
             num_asked=asked.num_asked,
             num_drafting=asked.num_drafting,
+            told_prompts=asked.told_prompts,
             draft_seconds=asked.draft_s,
             step_seconds=seconds,
             has_prompt_rows=bool(plan.extends),
@@ -254,7 +273,8 @@ class DraftedDecoding:
 
     def meanwhile(self) -> None:
         """See Speculation."""
-        self._planning.meanwhile()
+        if not self._is_resting:
+            self._planning.meanwhile()
 
     def drop(self, sequence: Sequence) -> None:
         """See Speculation."""
@@ -303,6 +323,8 @@ class DraftedDecoding:
         answers = self._drafting.step(tasks)
         asked.num_asked = max(num_wanted for _, _, num_wanted in wanting)
         asked.num_drafting = len(tasks)
+        # More rows than a window leaves behind.
+        asked.told_prompts = any(len(task.rows) > self.max_draft_tokens + 1 for task in tasks)
         for (sequence, entry, _), task, answer in zip(wanting, tasks, answers, strict=True):
             match answer:
                 case Proposal():

@@ -174,6 +174,7 @@ class Engine:
             collect=collect,
             report_rows=bool(self._report_waiters),
             confirm=bool(self._confirm_waiters),
+            taps=self._speculation.wants_taps,
         )
 
     def _wait(self) -> None:

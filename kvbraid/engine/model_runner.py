@@ -109,10 +109,12 @@ class ModelRunner:
         self._forward.close()
 
     @torch.inference_mode()
-    def forward(self, decode: WindowedDecode, extends: Sequence[Extend]) -> Tensor:
+    def forward(
+        self, decode: WindowedDecode, extends: Sequence[Extend], *, with_taps: bool
+    ) -> Tensor:
         """Writes the KV of every token and returns the logits of this rank's vocabulary shard,
         [N, V_local] float32: one a token of each decode window, padding left out, then one a
-        chunk that samples."""
+        chunk that samples. with_taps: the sink, where there is one, gets the taps of all."""
         inputs = self._inputs(decode, extends)
         batch = StepBatch(
             inputs.token_ids,
@@ -120,6 +122,7 @@ class ModelRunner:
             inputs.slots,
             self._decode_batch(decode),
             self._extend_batch(extends),
+            with_taps=with_taps,
         )
         hidden, taps = self._forward.run(batch)
         if self._tap_sink is not None and taps is not None:

@@ -72,6 +72,7 @@ class PromptRows:
         # Prompts that are to be pushed and have not ended, and how many others came since the last.
         self._granted: set[SequenceKey] = set()
         self._num_others = 0
+        self.wants_taps = True
 
     def queued(self, request: EngineRequest) -> None:
         """See Speculation. Whether its rows will be wanted is known before they are computed."""
@@ -79,7 +80,7 @@ class PromptRows:
         if request.destination is not None and request.destination.draft is not None:
             self._granted.add(request.key)
             self._num_others = 0
-        self._rows.is_wanted = bool(self._granted) or self._num_others < _NUM_REMEMBERED
+        self.wants_taps = bool(self._granted) or self._num_others < _NUM_REMEMBERED
 
     def open_grant(self, sequence: Sequence) -> DraftGrant | None:
         """See Speculation: a prefill worker takes no rows of others."""

@@ -14,6 +14,9 @@ from typing import NamedTuple
 
 from kvbraid.engine.sequence import Sequence
 
+# Steps of one size that are timed between two calls of `take`.
+_NUM_TIMED = 8
+
 
 class Taken(NamedTuple):
     """num_windows: steps times sequences. seconds: of steps, by the number of their sequences."""
@@ -34,6 +37,10 @@ class QuietSteps:
         self._num_windows = 0
         self._seconds: dict[int, list[float]] = defaultdict(list)
 
+    def is_timing(self, num_sequences: int) -> bool:
+        """Whether more is to be known of what a step of so many sequences takes."""
+        return len(self._seconds.get(num_sequences, ())) < _NUM_TIMED
+
     def begin(self, decoding: Seq[Sequence], now_s: float) -> None:
         """A step of these sequences begins, so the one before is over. Where that was quiet and of
         the same ones, the time between was its own."""
@@ -41,12 +48,12 @@ class QuietSteps:
             self._seconds[len(decoding)].append(now_s - self._began_s)
         self._decoding, self._began_s, self._is_timed = decoding, now_s, False
 
-    def ran(self, num_windows: int, *, has_prompt_rows: bool) -> None:
-        """The step that began last was quiet, and has run for so many of its sequences.
-        has_prompt_rows: its time says nothing."""
+    def ran(self, num_windows: int, *, is_timed: bool) -> None:
+        """A quiet step has run, for so many of its sequences. is_timed: False where its time says
+        nothing, or it did not begin here."""
         self._num_steps += 1
         self._num_windows += num_windows
-        self._is_timed = not has_prompt_rows and num_windows == len(self._decoding)
+        self._is_timed = is_timed and num_windows == len(self._decoding)
 
     def take(self) -> Taken:
         """All since the last call of this."""

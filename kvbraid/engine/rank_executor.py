@@ -22,7 +22,6 @@ from kvbraid.engine.step_plan import (
     BindSend,
     CloseGrant,
     EndSend,
-    Extend,
     OpenGrant,
     Operation,
     Release,
@@ -82,7 +81,7 @@ class RankExecutor:
             [self._state[d.slot] for d in plan.decodes], [d.drafts for d in plan.decodes]
         )
         self._guard.check_inputs(plan, decode)
-        output = self._compute(decode, plan.extends) if plan.has_compute else StepOutput()
+        output = self._compute(decode, plan) if plan.has_compute else StepOutput()
         if plan.confirm:
             self._control_group.barrier()
         return replace(
@@ -127,8 +126,9 @@ class RankExecutor:
             case Stop():
                 self.runner.close()
 
-    def _compute(self, decode: WindowedDecode, extends: Sequence[Extend]) -> StepOutput:
-        logits = self.runner.forward(decode, extends)
+    def _compute(self, decode: WindowedDecode, plan: StepPlan) -> StepOutput:
+        extends = plan.extends
+        logits = self.runner.forward(decode, extends, with_taps=plan.taps)
         for extend in extends:
             self._exchange.rows_computed(extend.slot, extend.start + extend.length)
         self.on_launched()

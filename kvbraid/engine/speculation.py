@@ -36,6 +36,11 @@ class SpeculationReport:
 class Speculation(Protocol):
     """Rank 0's engine thread only."""
 
+    @property
+    def wants_taps(self) -> bool:
+        """Whether the taps of the next step's tokens are to be kept."""
+        ...
+
     def open_grant(self, sequence: Sequence) -> DraftGrant | None:
         """Where another worker, which computes the prompt, pushes its rows; None: nowhere."""
         ...
@@ -64,6 +69,8 @@ class Speculation(Protocol):
 
 class PlainDecoding:
     """No drafter."""
+
+    wants_taps = False
 
     def open_grant(self, sequence: Sequence) -> DraftGrant | None:
         """Nowhere."""

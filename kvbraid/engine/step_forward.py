@@ -29,7 +29,7 @@ class StepBatch:
     """What a step computes: decode windows first, then the chunks.
 
     token_ids, positions: int64 [T]. slots: where each token's KV goes, the sink for padding.
-    decode, extend: None where there are none.
+    decode, extend: None where there are none. with_taps: on ranks that feed a drafter.
     """
 
     token_ids: Int64Array
@@ -37,6 +37,7 @@ class StepBatch:
     slots: LogicalSlots
     decode: DecodeBatch | None
     extend: ExtendBatch | None
+    with_taps: bool = False
 
 
 class ForwardOutput(NamedTuple):
@@ -87,7 +88,9 @@ class EagerForward:
             decode_plan=None if decode is None else rank.attention.plan_decode(decode, rank.device),
             extend_plan=None if extend is None else rank.attention.plan_extend(extend, rank.device),
         )
-        taps = None if rank.tap_layers is None else LayerTaps(rank.tap_layers)
+        taps = None
+        if batch.with_taps and rank.tap_layers is not None:
+            taps = LayerTaps(rank.tap_layers)
         hidden = rank.model.forward(
             uploaded(torch.from_numpy(batch.token_ids), rank.device),
             uploaded(torch.from_numpy(batch.positions), rank.device),

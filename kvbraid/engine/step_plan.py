@@ -20,7 +20,7 @@ from kvbraid.request import SamplingParams
 
 Int64Array = NDArray[np.int64]
 
-_PLAN_VERSION = 2
+_PLAN_VERSION = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +141,7 @@ class StepPlan:
     decodes: sequences that go on from their newest token. extends: chunks of prompts.
     collect: transfers whose progress is gathered from every rank after the compute.
     report_rows: gather the number of finite pool rows and the bytes of every rank.
+    taps: the residual stream behind chosen layers is kept for a drafter.
     confirm: the step ends with a barrier, so rank 0 knows that every rank has executed it.
     """
 
@@ -150,6 +151,7 @@ class StepPlan:
     collect: tuple[bytes, ...] = field(default=())
     report_rows: bool = False
     confirm: bool = False
+    taps: bool = False
 
     @property
     def is_empty(self) -> bool:
@@ -170,7 +172,7 @@ class StepPlan:
 
     def encode(self) -> Int64Array:
         """The flat form."""
-        words: list[int] = [_PLAN_VERSION, int(self.report_rows), int(self.confirm)]
+        words: list[int] = [_PLAN_VERSION, self.report_rows, self.confirm, self.taps]
         words.append(len(self.operations))
         for operation in self.operations:
             _encode_operation(operation, words)
@@ -193,7 +195,7 @@ class StepPlan:
         version = next(words)
         if version != _PLAN_VERSION:
             raise ValueError(f"step plan version {version}, this rank speaks {_PLAN_VERSION}")
-        report_rows, confirm = bool(next(words)), bool(next(words))
+        report_rows, confirm, taps = bool(next(words)), bool(next(words)), bool(next(words))
         operations = tuple(_decode_operation(words) for _ in range(next(words)))
         decodes = tuple(Decode(next(words), _take(words)) for _ in range(next(words)))
         extends = tuple(
@@ -201,7 +203,7 @@ class StepPlan:
             for _ in range(next(words))
         )
         collect = tuple(_take_bytes(words) for _ in range(next(words)))
-        return StepPlan(operations, decodes, extends, collect, report_rows, confirm)
+        return StepPlan(operations, decodes, extends, collect, report_rows, confirm, taps)
 
 
 _CODES: dict[type, int] = {

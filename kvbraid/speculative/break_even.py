@@ -5,11 +5,14 @@ same number of sequences. A step that drafted for B sequences and emitted n toke
 
     n / B - (draft seconds + step seconds) / plain seconds
 
-which is negative when it was slower than plain decoding. Whatever estimates say, drafting needs a
-positive balance, and a probe one that covers its price. The balance starts at INITIAL_CREDIT, or
-TRUSTED_CREDIT, and grows by ALLOWANCE a plain step's worth of tokens, so after T of those all that
-was ever lost, learning and probing included, is at most that start + ALLOWANCE * T and one step's
-overshoot: below 2% from some 500 steps on, or 900 for a trusted drafter, whatever it does. What was
+which is negative when it was slower than plain decoding. What a first drafting takes longer, since
+the drafter is told prompts, is paid in instalments while drafting lasts, and the rest at once when
+it stops. Whatever estimates say, drafting needs a positive balance, and a probe one that covers its
+price, prompts included. The balance starts at INITIAL_CREDIT, or TRUSTED_CREDIT, and grows by
+ALLOWANCE a plain step's worth of tokens, so after T of those all that was ever lost, learning and
+probing included, is at most that start + ALLOWANCE * T, one step's overshoot and the rest of the
+instalments: where those two are four plain steps, below 2% from some 500 steps on, or 900 for a
+trusted drafter, whatever it does. What was
 earned is kept up to a limit only, so that old gains do not pay for long for a drafter that has
 turned bad.
 
@@ -34,8 +37,11 @@ INITIAL_CREDIT = 3.0
 TRUSTED_CREDIT = 8.0
 ALLOWANCE = 0.006
 _MAX_CREDIT = 16.0
-# No single step is charged more than this.
+# No single step is charged more than this, and for prompts.
 _MAX_CHARGE = 4.0
+_MAX_ENTRY = 16.0
+# Drafted steps in which prompts are paid for.
+_NUM_INSTALMENTS = 24
 _FIRST_INTERVAL = 32
 _LONGEST_INTERVAL = 512
 # Speculation that lasted so many steps has earned frequent probes again.
@@ -81,6 +87,7 @@ class BreakEven:
         self.is_probing = False
         self._probe_left = 0
         self._probe_floor = 0.0
+        self._unpaid = self._instalment = 0.0
         self._interval = _FIRST_INTERVAL // 2
         self._steps = 0  # since the last stop or resumption
 
@@ -90,26 +97,35 @@ class BreakEven:
         if gain > _RESUME_GAIN:
             self.credit = TRUSTED_CREDIT
 
-    def steps_to_probe(self, price: float) -> int:
-        """Plain steps until a probe of this price (see `decide`) is due; 0 while probing, and
+    def steps_to_probe(self, price: float, entry_price: float = 0.0) -> int:
+        """Plain steps until a probe of these prices (see `decide`) is due; 0 while probing, and
         while on what they would be at least, were it turned off now."""
         if self.is_probing:
             return 0
         if self.reason is None:
             return _FIRST_INTERVAL
-        unpaid = _MIN_PROBE_STEPS * price - self.credit
+        unpaid = _cover(price, entry_price) - self.credit
         return max(0, self._interval - self._steps, math.ceil(unpaid / ALLOWANCE))
 
     def can_afford(self, price: float) -> bool:
         """Whether the balance covers a step that may lose `price` plain steps."""
         return self.reason is not PlainReason.OVERSPENT and self.credit >= price
 
-    def decide(self, gain: float, probe_price: float | None, num_sequences: int) -> Verdict:
+    def decide(
+        self,
+        gain: float,
+        probe_price: float | None,
+        num_sequences: int,
+        *,
+        entry_price: float = 0.0,
+    ) -> Verdict:
         """What the next step does.
 
         gain: expected rate with drafts over that of plain decoding, 1 when plain is best.
         probe_price: plain steps that a step of a probe may lose; None where no probe could show a
         gain, however good the drafter. num_sequences: of the step; more of them, shorter probes.
+        entry_price: plain steps that its first step may lose besides, for prompts that the drafter
+        has not been told.
         """
         self._steps += 1
         if self._probe_left > 0:
@@ -118,7 +134,7 @@ class BreakEven:
         self._settle(gain)
         if self.reason is None:
             return Verdict.DRAFT
-        if probe_price is not None and self._is_probe_due(probe_price):
+        if probe_price is not None and self._is_probe_due(probe_price, entry_price):
             self._begin_probe(probe_price, num_sequences)
             return Verdict.PROBE
         return Verdict.PLAIN
@@ -129,15 +145,23 @@ class BreakEven:
         if self.reason is not None:
             self._steps += num_steps
 
-    def record(self, num_emitted: int, num_sequences: int, cost: float) -> None:
+    def record(self, num_emitted: int, num_sequences: int, cost: float, entry: float = 0.0) -> None:
         """One executed step that decoded only.
 
         num_emitted: tokens of all sequences. cost: its seconds, drafting included, over those of
-        a plain step of as many sequences; 1 for a plain step.
+        a plain step of as many sequences; 1 for a plain step. entry: what it took besides to tell
+        the drafter prompts, over the same.
         """
+        if entry > 0:
+            self._unpaid += min(entry, _MAX_ENTRY)
+            self._instalment = self._unpaid / _NUM_INSTALMENTS
+        paid = min(self._unpaid, self._instalment)
+        self._unpaid -= paid
         served = num_emitted / num_sequences
-        earned = max(served - cost, -_MAX_CHARGE)
+        earned = max(served - cost, -_MAX_CHARGE) - paid
         self.credit = min(self.credit + earned + ALLOWANCE * served, _MAX_CREDIT)
+        # Windows are judged, not the prompts that had to be told for them.
+        self._probe_floor -= paid
         if self.is_probing and self.credit < self._probe_floor:
             self._probe_left = 0
 
@@ -164,11 +188,13 @@ class BreakEven:
         lasted = self.reason is None and self._steps >= _LASTING_STEPS
         self.reason = PlainReason.OVERSPENT if gain > 1.0 else PlainReason.BELOW_BREAK_EVEN
         self.num_stops += 1
+        self.credit -= self._unpaid
+        self._unpaid = 0.0
         self._interval = _FIRST_INTERVAL if lasted else min(2 * self._interval, _LONGEST_INTERVAL)
         self._steps = 0
 
-    def _is_probe_due(self, price: float) -> bool:
-        return self._steps >= self._interval and self.credit >= _MIN_PROBE_STEPS * price
+    def _is_probe_due(self, price: float, entry_price: float) -> bool:
+        return self._steps >= self._interval and self.credit >= _cover(price, entry_price)
 
     def _begin_probe(self, price: float, num_sequences: int) -> None:
         """Enough steps for some windows, fewer when the first ones bring next to nothing."""
@@ -177,6 +203,11 @@ class BreakEven:
         steps = max(_MIN_PROBE_STEPS, -(-_PROBE_WINDOWS // num_sequences))
         self._probe_left = steps - 1
         self._probe_floor = self.credit - 1.5 * price
+
+
+def _cover(price: float, entry_price: float) -> float:
+    """The balance that the shortest probe needs."""
+    return min(_MIN_PROBE_STEPS * price + entry_price, _MAX_CREDIT)
 
 
 class RequestGates:

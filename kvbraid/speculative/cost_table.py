@@ -172,12 +172,14 @@ class CostGrid:
 
 
 class CostTable:
-    """Costs of verify steps by window width and of drafting by number of drafts."""
+    """Costs of verify steps by window width, of drafting by number of drafts, and of a first
+    drafting, which tells the drafter prompts."""
 
     def __init__(self, max_draft_tokens: int) -> None:
         self.max_width = max_draft_tokens + 1
         self.step = CostGrid(self.max_width)
         self.draft = CostGrid(max_draft_tokens)
+        self.first_draft = CostGrid(1)
         self._since_plain: dict[int, int] = {}
 
     def observe_step(

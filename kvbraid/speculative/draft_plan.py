@@ -33,9 +33,10 @@ class StepOutcome:
     num_accepted: drafts of each sequence in the window, and those accepted. confidences: of its
     drafts, empty where the drafter gave none. num_asked: most drafts asked of one sequence, 0 if
     none. num_drafting: sequences that drafts were asked for. draft_seconds: what asking took, 0 if
-    nothing was asked. step_seconds: the rest of the step, up to the next one's beginning where that
-    is of the same sequences. has_prompt_rows: the step also computed
-    prompts, so that its time says nothing. reason: the plan's."""
+    nothing was asked. told_prompts: with it the drafter was told prompts, which takes it longer.
+    step_seconds: the rest of the step, up to the next one's beginning where that is of the same
+    sequences. has_prompt_rows: the step also computed prompts, so that its time says nothing.
+    reason: the plan's."""
 
     slots: Sequence[int]
     width: int
@@ -47,6 +48,7 @@ class StepOutcome:
     draft_seconds: float
     step_seconds: float
     has_prompt_rows: bool
+    told_prompts: bool = False
     reason: PlainReason | None = None
 
 

@@ -8,7 +8,6 @@ is told afterwards, by `skip`.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 
 from kvbraid.speculative.break_even import BreakEven, PlainReason, RequestGates, Verdict
 from kvbraid.speculative.calibration import AcceptanceRates, ConfidenceCalibration, Reached
+from kvbraid.speculative.cost_table import bucket_of
 from kvbraid.speculative.draft_plan import STEPS_BEFORE_PROBE, DraftPlan, StepOutcome
 from kvbraid.speculative.step_prices import NUM_MEASURED, StepPrices
 from kvbraid.speculative.verify_budget import WidthRule, best_gains, expected_tokens, within
@@ -33,7 +33,7 @@ _REFRESH_STEPS = 256
 # While off and with the same sequences, estimates are looked at again this often: the less so the
 # further away the next probe is.
 _REVIEW_STEPS = 16
-_LONGEST_REVIEW_STEPS = 64
+_LONGEST_REVIEW_STEPS = 256
 # "Never", as long as the requests stay what they are.
 _NO_PROBE = 1 << 30
 # An unmeasured width is tried when it may be better by this factor.
@@ -70,9 +70,10 @@ class DraftPolicy:
         self._width_rule = width_rule
         self._last_reason = PlainReason.MEASURING
         self._may_probe = True
-        # Whether new sequences would be drafted for, by their number: until the next plan.
+        # Whether new sequences would be drafted for, by `bucket_of` their number: until more is
+        # learnt of drafts. What plain steps take meanwhile is seen by the next plan.
         self._paying: dict[int, bool] = {}
-        self._probe_price = 0.0
+        self._probe_price = self._entry_price = 0.0
 
     @property
     def is_drafting(self) -> bool:
@@ -86,7 +87,9 @@ class DraftPolicy:
         return 0 if not has_lost and self._pays(num_sequences) else self._steps_to_probe()
 
     def _steps_to_probe(self) -> int:
-        return self.break_even.steps_to_probe(self._probe_price) if self._may_probe else _NO_PROBE
+        if not self._may_probe:
+            return _NO_PROBE
+        return self.break_even.steps_to_probe(self._probe_price, self._entry_price)
 
     def stays_plain(self, num_sequences: int) -> bool:
         """See Policy: while it is off, and so many new sequences would not turn it on."""
@@ -112,7 +115,6 @@ class DraftPolicy:
         and what the client allows; 0 for none.
         """
         size = len(slots)
-        self._paying.clear()
         if not any(limits):
             # They only shrink.
             return self._plain(size, PlainReason.NOT_ALLOWED, num_same=_REVIEW_STEPS - 1)
@@ -155,20 +157,21 @@ class DraftPolicy:
     def record(self, outcome: StepOutcome) -> None:
         """Learns from an executed step."""
         cost = self._prices.cost(outcome)
-        self._paying.clear()
         is_plain = outcome.width == 1 and outcome.num_asked == 0
+        if not is_plain:
+            self._paying.clear()
         if not is_plain or outcome.reason is PlainReason.MEASURING:
             self._prices.observe(outcome)
         if outcome.width > 1:
             self._learn(outcome)
         if cost is not None:
             size = len(outcome.slots)
-            self.break_even.record(size + sum(outcome.num_accepted), size, cost)
+            emitted = size + sum(outcome.num_accepted)
+            self.break_even.record(emitted, size, cost.whole, cost.entry)
 
     def skip(self, num_steps: int, seconds: Mapping[int, Sequence[float]]) -> None:
         """See Policy."""
         self._prices.observe_plain(seconds)
-        self._paying.clear()
         self.plain_steps[self._last_reason] += num_steps
         self.break_even.skip(num_steps)
 
@@ -180,15 +183,18 @@ class DraftPolicy:
     def observe_acceptance(self, outcome: StepOutcome) -> None:
         """Learns which drafts of an executed step were accepted, as of sequences that are not in
         any slot here: what a worker generates before it serves."""
+        self._paying.clear()
         if outcome.width > 1:
             self.rates.observe_shared(self._reached(outcome))
 
     def observe_seconds(self, outcome: StepOutcome) -> None:
         """Learns what a step took that ran before anybody is served, and nothing else of it."""
+        self._paying.clear()
         self._prices.observe(outcome)
 
     def observe_plain(self, seconds: Mapping[int, Sequence[float]]) -> None:
         """Learns what steps without a plan took, see `skip`."""
+        self._paying.clear()
         self._prices.observe_plain(seconds)
 
     def _learn(self, outcome: StepOutcome) -> None:
@@ -227,7 +233,10 @@ class DraftPolicy:
         # While on it was not looked for.
         self._may_probe = self.is_drafting or price is not None
         self._probe_price = price or 0.0
-        verdict = self.break_even.decide(choice.gain, price, len(slots))
+        self._entry_price = self._prices.first_draft_price(len(slots))
+        verdict = self.break_even.decide(
+            choice.gain, price, len(slots), entry_price=self._entry_price
+        )
         if verdict is Verdict.PROBE and probe.width > 1:
             if not was_probing:
                 self.rates.forget_shared()
@@ -244,17 +253,18 @@ class DraftPolicy:
 
     def _pays(self, size: int) -> bool:
         """Whether so many new sequences would be drafted for; True where nothing is known."""
-        pays = self._paying.get(size)
+        if self.costs.plain_seconds(size) is None:
+            return True
+        bucket = bucket_of(size)
+        pays = self._paying.get(bucket)
         if pays is None:
-            pays = self._paying[size] = self._gain_of_new(size) > 1.0
+            pays = self._paying[bucket] = self._gain_of_new(size) > 1.0
         return pays
 
     def _gain_of_new(self, size: int) -> float:
-        if self.costs.plain_seconds(size) is None:
-            return math.inf
+        """Of sequences that are alike: as of one at the prices of so many."""
         likely, _ = self._prices.whole_steps(size)
-        rates = np.broadcast_to(self.rates.shared, (size, self.max_draft_tokens))
-        return self._choose(rates, likely).gain
+        return self._choose(self.rates.shared[None], likely).gain
 
     def _steps_without_review(self) -> int:
         """As many as there is nothing to decide in, up to where rows are kept for a probe."""

@@ -25,17 +25,19 @@ class FixedPolicy:
         max_draft_tokens: int,
         observe: Callable[[StepOutcome], None] = ignore,
         observe_plain: Callable[[PlainSeconds], None] = ignore,
+        steps_to_drafts: int = 0,
     ) -> None:
         """observe: gets every planned step; its slots are no other policy's. observe_plain: gets
-        what steps without a plan took."""
+        what steps without a plan took. steps_to_drafts: what it says of that."""
         self._max_draft_tokens = max_draft_tokens
         self._observe = observe
         self._observe_plain = observe_plain
+        self._steps_to_drafts = steps_to_drafts
         self._num_opened = 0
 
     def steps_to_drafts(self, num_sequences: int) -> int:
-        """See Policy: none."""
-        return 0
+        """See Policy."""
+        return self._steps_to_drafts
 
     def stays_plain(self, num_sequences: int) -> bool:
         """See Policy: never."""

@@ -40,7 +40,8 @@ class Fusion(Protocol):
 
 
 class FusedRows:
-    """Rows by logical slot. Used by rank 0's engine thread only.
+    """Rows by logical slot. Used by rank 0's engine thread only. For tokens whose taps are not
+    taken there are none: what was held in their slots before has to be forgotten.
 
     Taps are fused when rows are read, or many have come: while nothing is drafted, a step pays for
     one copy on its device and waits for nothing.
@@ -66,8 +67,6 @@ class FusedRows:
         self._rows: NDArray[np.uint8] = np.empty(
             (num_slots, fusion.fused_width * dtype.itemsize), dtype=np.uint8
         )
-        # Whether rows of tokens computed now will be read; while they will not, none are kept.
-        self.is_wanted = True
         self._tap_s = 0.0
         self._waiting = WaitingTaps(_SINK_SLOT, pads=pads_taps)
         self._is_held: NDArray[np.bool_] = np.zeros(num_slots, dtype=np.bool_)
@@ -80,10 +79,6 @@ class FusedRows:
     def take(self, slots: LogicalSlots, taps: Tensor) -> None:
         """Keep what the taps [T, m, d_t] of the tokens in `slots` are fused to; tokens in the sink
         page are padding. The taps may be overwritten afterwards."""
-        if not self.is_wanted:
-            # What a rejected draft left there is not this token's.
-            self._is_held[slots.array] = False
-            return
         began = time.monotonic()
         for full in self._waiting.add(slots.array, taps):
             self._fuse(full)
@@ -106,6 +101,10 @@ class FusedRows:
         """These pages have a new owner: what was kept for them is another sequence's."""
         for page in pages:
             self._is_held[page * self._page_size : (page + 1) * self._page_size] = False
+
+    def forget(self, slots: LogicalSlots) -> None:
+        """What is held in these slots is of tokens that were not accepted."""
+        self._is_held[slots.array] = False
 
     def num_missing(self, slots: LogicalSlots) -> int:
         """How many of `slots`, in order of position, end with one that has no row here."""

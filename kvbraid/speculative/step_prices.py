@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,9 +19,16 @@ FloatArray = NDArray[np.float64]
 NUM_MEASURED = 3
 # What takes longer than this times its bound was a pause of the machine and says nothing.
 _PAUSE = 1.5
-_DRAFT_PAUSE = 4.0  # of drafting, which varies more: first drafts come with a prompt's rows
+_DRAFT_PAUSE = 4.0  # of drafting, which varies more
 # A coarse clock may not have advanced.
 _CLOCK_TICK = 1e-9
+
+
+class StepCost(NamedTuple):
+    """In plain steps. entry: what telling the drafter prompts took, which `whole` is without."""
+
+    whole: float
+    entry: float
 
 
 class StepPrices:
@@ -36,7 +45,10 @@ class StepPrices:
         if outcome.num_asked > 0:
             seconds = max(outcome.draft_seconds, _CLOCK_TICK)
             asked = self.asked_as(outcome.num_asked)
-            self.costs.draft.observe(outcome.num_drafting, asked, seconds)
+            if outcome.told_prompts:
+                self.costs.first_draft.observe(outcome.num_drafting, 1, seconds)
+            else:
+                self.costs.draft.observe(outcome.num_drafting, asked, seconds)
             if outcome.width == 1:
                 return
         self.costs.observe_step(
@@ -53,24 +65,35 @@ class StepPrices:
             for _ in found[:NUM_MEASURED]:
                 self.costs.observe_step(size, 1, typical, has_prompt_rows=False)
 
-    def cost(self, outcome: StepOutcome) -> float | None:
-        """Of a step in plain steps, a pause of the machine left out; None where it cannot be
-        compared."""
+    def cost(self, outcome: StepOutcome) -> StepCost | None:
+        """Of a step, a pause of the machine left out; None where it cannot be compared."""
         size = len(outcome.slots)
         plain = self.costs.plain_seconds(size)
         if plain is None or outcome.has_prompt_rows:
             return None
         if outcome.width == 1 and outcome.num_asked == 0:
-            return 1.0
+            return StepCost(1.0, 0.0)
         step = self.costs.step.seconds(size)
         assert step is not None
         seconds = min(outcome.step_seconds, _PAUSE * float(step[outcome.width - 1]))
-        if outcome.num_asked > 0:
-            draft = self.costs.draft.seconds(outcome.num_drafting)
-            asked = self.asked_as(outcome.num_asked)
-            usual = plain if draft is None else float(draft[asked - 1])
+        if outcome.num_asked == 0:
+            return StepCost(seconds / plain, 0.0)
+        draft = self.costs.draft.seconds(outcome.num_drafting)
+        usual = plain if draft is None else float(draft[self.asked_as(outcome.num_asked) - 1])
+        if not outcome.told_prompts:
             seconds += min(outcome.draft_seconds, _DRAFT_PAUSE * usual)
-        return seconds / plain
+            return StepCost(seconds / plain, 0.0)
+        first = self.costs.first_draft.seconds(outcome.num_drafting)
+        # The very first one takes as long as its prompts are.
+        longest = math.inf if first is None else _DRAFT_PAUSE * float(first[0])
+        taken = min(outcome.draft_seconds, longest)
+        return StepCost((seconds + min(taken, usual)) / plain, max(0.0, taken - usual) / plain)
+
+    def first_draft_price(self, size: int) -> float:
+        """Plain steps that a first drafting for so many sequences takes, about; 0 where nothing
+        is known."""
+        plain, first = self.costs.plain_seconds(size), self.costs.first_draft.seconds(size)
+        return 0.0 if plain is None or first is None else float(first[0]) / plain
 
     def asked_as(self, num_drafts: int) -> int:
         """The number of drafts that these cost as much as."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from kvbraid.engine.drafted_decoding import DraftedDecoding
 from kvbraid.engine.sequence import SequenceKey
@@ -29,6 +29,7 @@ _NUM_STEPS = 4
 # What is left after so long is met in use.
 _LONGEST_S = 60.0
 _NAME = "window-rehearsal"
+_NO_DRAFTS = 1 << 30
 
 
 async def rehearse_windows(
@@ -43,18 +44,23 @@ async def rehearse_windows(
     for size in batch_sizes(worker.identity, len(prompt) + _num_tokens(policy.max_draft_tokens)):
         if time.monotonic() - began > _LONGEST_S:
             break
-        # Plain steps come last: their price is known to be fresh then.
-        for num_drafts in range(policy.max_draft_tokens, -1, -1):
-            speculation.policy = (
-                FixedPolicy(num_drafts, policy.observe_seconds)
-                if num_drafts
-                else FixedPolicy(0, observe_plain=policy.observe_plain)
-            )
+        for num_drafts, fixed in _windows(policy):
+            speculation.policy = fixed
             runs = (_generate(worker, prompt, num_drafts, number, i) for i in range(size))
             await asyncio.gather(*runs)
             number += 1
     speculation.policy = policy
     logger.info("rehearsed %d windows in %.1f s", number, time.monotonic() - began)
+
+
+def _windows(policy: DraftPolicy) -> Iterator[tuple[int, FixedPolicy]]:
+    """Numbers of drafts, and who drafts so many and tells `policy` what it took."""
+    for num_drafts in range(policy.max_draft_tokens, 0, -1):
+        yield num_drafts, FixedPolicy(num_drafts, policy.observe_seconds)
+    # Plain steps come last, so that their price is fresh: those before drafts, which keep taps,
+    # and those that count, with no drafts in sight.
+    yield 0, FixedPolicy(0)
+    yield 0, FixedPolicy(0, observe_plain=policy.observe_plain, steps_to_drafts=_NO_DRAFTS)
 
 
 def batch_sizes(identity: WorkerIdentity, num_tokens: int) -> list[int]:

@@ -67,8 +67,8 @@ class Ranks:
             runner, state = self.runners[rank], self.states[rank]
             if decode_guesses is None:
                 assert extend is not None
-                return runner.forward(WindowedDecode((), ()), [extend])
-            return runner.forward(WindowedDecode([state[0]], [decode_guesses]), [])
+                return runner.forward(WindowedDecode((), ()), [extend], with_taps=False)
+            return runner.forward(WindowedDecode([state[0]], [decode_guesses]), [], with_taps=False)
 
         return torch.cat(run_threads(self.groups, one), dim=-1)
 

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.clusters import _pin
 from benchmarks.service_streams import DraftCounts, Sample, Stream
-from benchmarks.speculation import control_row
+from benchmarks.speculation_rows import control_row, rows_of
 
 
 def sample(num_tokens: int, seconds: float) -> Sample:
@@ -31,6 +31,15 @@ def test_the_control_is_reported_and_has_no_bar() -> None:
     row = control_row("model control x1", pairs)
     assert (row.ratio, row.bar, row.holds) == (1.0, None, True)
     assert (row.ours, row.peer) == (10.0, 10.0)
+
+
+def test_tokens_are_compared_with_the_first_plain_cluster_s_and_rates_with_both() -> None:
+    plain, other, drafted = sample(10, 1.0), sample(12, 1.2), sample(10, 0.5)
+    pairs = [(Sample.joined([plain, other]), drafted)]
+    rows = {row.case: row for row in rows_of("m", pairs, bar=1.9, floor=None, is_exact=True)}
+    assert rows["m: streams with equal tokens"].ratio == 1.0
+    median = rows["m: tokens/s with drafts / plain, median of 1 pairs"]
+    assert (median.ours, median.peer, median.holds) == (20.0, 10.0, True)
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="NOT CHECKED: a single core")

@@ -48,8 +48,19 @@ STEPS: list[dict[int, int]] = [
     {0: 4, 1: 0, 2: 4, 3: 1, 4: 0, 5: 2},
     {0: 0},
 ]
-# (batch size, width) of their graphs, in the order of first use.
-CAPTURED = ((1, 1), (4, 1), (1, 3), (6, 1), (4, 4), (6, 5))
+# Steps that keep no taps.
+UNTAPPED = (1, 6)
+# (batch size, width, with taps) of their graphs, in the order of first use.
+CAPTURED = (
+    (1, 1, True),
+    (1, 1, False),
+    (4, 1, True),
+    (1, 3, True),
+    (6, 1, True),
+    (4, 4, True),
+    (4, 1, False),
+    (6, 5, True),
+)
 
 
 @dataclass
@@ -161,8 +172,8 @@ def play(rank: Rank) -> None:
     chunks = [Extend(slot, 0, length, True) for slot, length in enumerate(PROMPTS)]
     step(rank, {}, chunks[:3], generator)
     step(rank, {0: 1, 2: 0}, chunks[3:], generator)
-    for drafts in STEPS:
-        step(rank, drafts, [], generator)
+    for number, drafts in enumerate(STEPS):
+        step(rank, drafts, [], generator, with_taps=number not in UNTAPPED)
 
 
 def admit(rank: Rank, slot: int, tokens: tuple[int, ...], pages: Sequence[int]) -> None:
@@ -171,11 +182,17 @@ def admit(rank: Rank, slot: int, tokens: tuple[int, ...], pages: Sequence[int]) 
 
 
 def step(
-    rank: Rank, drafts: dict[int, int], extends: list[Extend], generator: random.Random
+    rank: Rank,
+    drafts: dict[int, int],
+    extends: list[Extend],
+    generator: random.Random,
+    *,
+    with_taps: bool = True,
 ) -> None:
     sequences = [rank.state[slot] for slot in drafts]
     given = [tuple(generator.randrange(64) for _ in range(n)) for n in drafts.values()]
-    rank.logits.append(rank.runner.forward(WindowedDecode(sequences, given), extends).cpu())
+    decode = WindowedDecode(sequences, given)
+    rank.logits.append(rank.runner.forward(decode, extends, with_taps=with_taps).cpu())
     for sequence, tokens in zip(sequences, given, strict=True):
         # Half of the drafts come true, and one token follows them.
         for token in (*tokens[: (len(tokens) + 1) // 2], generator.randrange(64)):
@@ -186,7 +203,7 @@ def step(
 
 def check_equal(ours: Rank, expected: Rank, tolerance: float) -> None:
     """Logits, taps and stored rows of the whole script; no NaN in what was computed."""
-    assert len(ours.logits) == len(ours.taps.taken) == len(STEPS) + 2
+    assert len(ours.logits) == len(ours.taps.taken) + len(UNTAPPED) == len(STEPS) + 2
     computed = [(ours.logits, expected.logits), (ours.taps.taken, expected.taps.taken)]
     for some, _ in computed:
         assert not any(bool(tensor.isnan().any()) for tensor in some)

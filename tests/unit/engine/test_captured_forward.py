@@ -21,6 +21,7 @@ from tests.unit.engine.forward_script import (
     LIMITS,
     MAX_LEN,
     STEPS,
+    UNTAPPED,
     Rank,
     admit,
     build,
@@ -77,7 +78,10 @@ def test_replayed_steps_equal_eager_ones(
         # Logits are up to 10; products of other sizes round otherwise.
         check_equal(ours, expected, tolerance=1e-4)
     # Steps of chunks are not captured; a size is captured once, all ranks in the same order.
-    sizes = [(LIMITS.batch_size(len(drafts)), 1 + max(drafts.values())) for drafts in STEPS]
+    sizes = [
+        (LIMITS.batch_size(len(drafts)), 1 + max(drafts.values()), number not in UNTAPPED)
+        for number, drafts in enumerate(STEPS)
+    ]
     for rank, own in zip(captured, graphs, strict=True):
         assert isinstance(rank.forward, CapturedForward)
         assert rank.forward.captured == CAPTURED
@@ -112,7 +116,7 @@ def test_a_capture_writes_to_the_sink_only(gqa_folder: Path) -> None:
 
     graphs.on_capture = lambda: seen.append(has_rows())
     admit(rank, 0, (7, 8, 9), range(1, 3))
-    rank.runner.forward(WindowedDecode([rank.state[0]], [()]), [])
+    rank.runner.forward(WindowedDecode([rank.state[0]], [()]), [], with_taps=True)
     assert seen == [False]
     assert has_rows()
 
@@ -134,7 +138,7 @@ def test_a_step_outside_the_limits_is_refused(
     sequences = [rank.state[slot] for slot in range(num_seqs)]
     decode = WindowedDecode(sequences, [(1,) * num_drafts] * num_seqs)
     with pytest.raises(ValueError, match=message):
-        rank.runner.forward(decode, [])
+        rank.runner.forward(decode, [], with_taps=True)
 
 
 def test_sizes_are_powers_of_two_up_to_the_most() -> None:

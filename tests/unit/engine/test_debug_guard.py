@@ -44,7 +44,9 @@ class ToyRunner:
     def __init__(self) -> None:
         self.offset = 1
 
-    def forward(self, decode: WindowedDecode, extends: Sequence[Extend]) -> Tensor:
+    def forward(
+        self, decode: WindowedDecode, extends: Sequence[Extend], *, with_taps: bool
+    ) -> Tensor:
         return torch.zeros(len(decode.sequences) + sum(e.sample for e in extends), 1)
 
     def renew_pages(self, pages: Sequence[int], num_computed: int) -> None:

@@ -23,15 +23,20 @@ BEGAN_S = 100.0
 class Listening(FixedPolicy):
     """Writes down what it is asked and told."""
 
-    def __init__(self, num_same: int = 0, most_plain: int = 0) -> None:
-        """most_plain: batches of up to so many stay plain."""
+    def __init__(self, num_same: int = 0, most_plain: int = 0, most_drafted: int = 99) -> None:
+        """most_plain: batches of up to so many stay plain. most_drafted: and of more than so many
+        are not drafted for."""
         super().__init__(4)
+        self.most_drafted = most_drafted
         self.heard: list[object] = []
         self.num_same = num_same
         self.most_plain = most_plain
 
     def stays_plain(self, num_sequences: int) -> bool:
         return num_sequences <= self.most_plain
+
+    def steps_to_drafts(self, num_sequences: int) -> int:
+        return 0 if num_sequences <= self.most_drafted else 100
 
     def plan(self, slots: Seq[int], limits: Seq[int]) -> DraftPlan:
         self.heard.append(("plan", *slots, *limits))
@@ -66,6 +71,19 @@ def planning_of(policy: Listening) -> tuple[DraftPlanning, list[SpeculationRepor
 def asking(*tickets: Ticket) -> Asking:
     decoding = cast("list[Sequence]", list(tickets))
     return Asking(decoding, list(range(len(tickets))), [ticket.limit for ticket in tickets])
+
+
+def is_quiet(
+    planning: DraftPlanning, *tickets: Ticket, now_s: float = BEGAN_S, num_active: int = 0
+) -> bool:
+    """A step of these begins, and runs if it is quiet."""
+    decoding = asking(*tickets).decoding
+    planning.begin(decoding, now_s)
+    found = planning.is_quiet(decoding, num_active or len(tickets))
+    if found:
+        planning.meanwhile()
+        planning.quiet_step_ran(len(tickets), is_timed=True)
+    return found
 
 
 def outcome(*slots: int) -> StepOutcome:
@@ -125,9 +143,7 @@ def test_quiet_steps_are_told_together_after_the_step_before_them(num_quiet: int
     planning.plan(asking(ticket), SpeculationReport())
     planning.ran(outcome(0), REPORT, BEGAN_S)
     for _ in range(num_quiet):
-        assert planning.is_quiet(asking(ticket).decoding)
-        planning.meanwhile()
-        planning.quiet_step_ran(1, has_prompt_rows=False)
+        assert is_quiet(planning, ticket)
     planning.end(report)
     assert policy.heard == [("plan", 0, 9), ("record", 0), ("skip", num_quiet)]
     assert reports == [REPORT, report]
@@ -158,13 +174,13 @@ def test_sequences_that_come_and_go_need_no_plan_where_all_stays_plain() -> None
     planning, _ = planning_of(policy)
     first, second, third = Ticket(limit=9), Ticket(limit=9), Ticket(limit=9)
     planning.plan(asking(first), REPORT)
-    assert planning.is_quiet(asking(first, second).decoding)
-    assert planning.is_quiet(asking(second).decoding)
-    assert not planning.is_quiet(asking(first, second, third).decoding), "so many may draft"
-    assert not planning.is_quiet([]), "nothing runs: what ran is to be told"
+    assert is_quiet(planning, first, second)
+    assert is_quiet(planning, second)
+    assert not is_quiet(planning, first, second, third), "so many may draft"
+    assert not is_quiet(planning), "nothing runs: what ran is to be told"
     for _ in range(3):
-        assert planning.is_quiet(asking(second, third).decoding)
-    assert not planning.is_quiet(asking(second, third).decoding), "five in all"
+        assert is_quiet(planning, second, third)
+    assert not is_quiet(planning, second, third), "five in all"
 
 
 @pytest.mark.parametrize("most_plain", [0, 1])
@@ -174,7 +190,7 @@ def test_what_is_allowed_outlasts_a_pause(most_plain: int) -> None:
     planning.plan(asking(Ticket(limit=9)), REPORT)
     for _ in range(5):
         planning.end(SpeculationReport())
-    quiet = [planning.is_quiet(asking(Ticket(limit=9)).decoding) for _ in range(4)]
+    quiet = [is_quiet(planning, Ticket(limit=9)) for _ in range(4)]
     assert quiet == [bool(most_plain)] * 3 + [False]
 
 
@@ -188,3 +204,61 @@ def test_a_policy_is_not_told_of_steps_that_another_one_planned() -> None:
     planning.end(SpeculationReport())
     assert first.heard[-1] == ("record", 0)
     assert second.heard == []
+
+
+def test_steps_need_not_be_looked_at_once_their_price_is_known() -> None:
+    policy = Listening(num_same=40, most_plain=2)
+    planning, _ = planning_of(policy)
+    ticket = Ticket(limit=9)
+    planning.plan(asking(ticket), REPORT)
+    planning.ran(outcome(0), REPORT, BEGAN_S)
+    num_looked_at = 0
+    while not planning.restful:
+        num_looked_at += 1
+        assert is_quiet(planning, ticket, now_s=BEGAN_S + num_looked_at)
+    assert planning.restful == {1}
+    assert policy.heard[1:] == [("record", 0)], "the books are kept before"
+    for _ in range(40 - num_looked_at):
+        assert planning.restful == {1}
+        planning.quiet_step_ran(1, is_timed=False)
+    assert not planning.restful, "the policy allowed no more"
+    assert not is_quiet(planning, ticket)
+    planning.plan(asking(ticket), REPORT)
+    assert policy.heard[2] == ("skip", 40)
+
+
+def test_sequences_that_others_may_not_replace_are_looked_at_in_each_step() -> None:
+    planning, _ = planning_of(Listening(num_same=40, most_plain=0))
+    ticket = Ticket(limit=9)
+    planning.plan(asking(ticket), REPORT)
+    for step in range(40):
+        assert is_quiet(planning, ticket, now_s=BEGAN_S + step)
+        assert not planning.restful
+
+
+@pytest.mark.parametrize("ends", ["plan", "end"])
+def test_a_plan_or_a_pause_ends_the_rest(ends: str) -> None:
+    planning, _ = planning_of(Listening(num_same=40, most_plain=2))
+    ticket = Ticket(limit=9)
+    planning.plan(asking(ticket), REPORT)
+    step = 0
+    while not planning.restful:
+        is_quiet(planning, ticket, now_s=BEGAN_S + (step := step + 1))
+    if ends == "plan":
+        planning.plan(asking(ticket, ticket), REPORT)
+    else:
+        planning.end(SpeculationReport())
+    assert not planning.restful
+
+
+def test_the_first_ones_of_a_batch_that_is_too_large_are_not_drafted_for() -> None:
+    policy = Listening(most_drafted=2)
+    planning, _ = planning_of(policy)
+    first, second = Ticket(limit=9), Ticket(limit=9)
+    assert is_quiet(planning, first, num_active=8)
+    assert is_quiet(planning, first, second, num_active=8)
+    assert not is_quiet(planning, first, num_active=2), "so many will be drafted for"
+    assert not is_quiet(planning, first, second, num_active=2)
+    assert policy.heard == []
+    planning.plan(asking(first, second), REPORT)
+    assert policy.heard == [("skip", 2), ("plan", 0, 1, 9, 9)]

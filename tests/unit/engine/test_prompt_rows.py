@@ -95,7 +95,8 @@ class Worker:
         """All of it in one step, and the first token; then it ends."""
         first = sequence.pages[0] * PAGE
         taps = torch.arange(first, first + 3.0)[:, None, None].expand(-1, 2, WIDTH)
-        self.rows.take(LogicalSlots(np.arange(first, first + 3)), taps)
+        if self.prompts.wants_taps:
+            self.rows.take(LogicalSlots(np.arange(first, first + 3)), taps)
         sequence.num_computed_tokens = 3
         sequence.token_ids.append(8)
         self.prompts.draft([sequence])

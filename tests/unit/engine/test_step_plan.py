@@ -71,6 +71,7 @@ _plans = st.builds(
     collect=st.lists(_transfer_ids, max_size=3).map(tuple),
     report_rows=st.booleans(),
     confirm=st.booleans(),
+    taps=st.booleans(),
 )
 
 
@@ -84,7 +85,7 @@ def test_a_decoded_plan_equals_the_encoded_one(plan: StepPlan) -> None:
 def test_a_plan_of_another_version_is_refused() -> None:
     flat = StepPlan(decodes=(Decode(1),)).encode()
     flat[0] += 1
-    with pytest.raises(ValueError, match="version 3"):
+    with pytest.raises(ValueError, match="version 4"):
         StepPlan.decode(flat)
 
 

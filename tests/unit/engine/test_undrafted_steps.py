@@ -21,7 +21,16 @@ from kvbraid.speculative.fused_rows import FusedRows
 from kvbraid.speculative.proposal import Answer, DraftTask
 from kvbraid.speculative.verify_budget import best_width
 from kvbraid.transport.draft_grant import DraftGrant
-from tests.unit.engine.test_speculation import NUM_SLOTS, VOCAB, Fused, RowKeeper, idle
+from tests.unit.engine.drafted_engine import (
+    NUM_SLOTS,
+    VOCAB,
+    Fused,
+    RowKeeper,
+    ToyDrafter,
+    drafted_engine,
+    idle,
+    wrong,
+)
 from tools.scripted_engine import Script, ScriptedEngine, key_of
 from tools.toy_rank import PAGE, expected
 
@@ -202,7 +211,34 @@ def test_rows_are_kept_for_a_probe_that_is_near(steps_to_probe: int, is_wanted: 
     speculation.policy = WaitingPolicy(steps_to_probe)
     engine.submit("a", [1, 2, 3], max_tokens=5)
     engine.run(idle())
-    assert speculation._rows.is_wanted is is_wanted
+    assert speculation.wants_taps is is_wanted
+
+
+class TurningPolicy(FixedPolicy):
+    """On for three steps, off for three, and so on; no probe is near while it is off."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self._num_plans = 0
+
+    def steps_to_drafts(self, num_sequences: int) -> int:
+        return 1000
+
+    def plan(self, slots: Seq[int], limits: Seq[int]) -> DraftPlan:
+        self._num_plans += 1
+        if self._num_plans // 3 % 2:
+            return DraftPlan((0,) * len(slots), 1, reason=PlainReason.BELOW_BREAK_EVEN)
+        return super().plan(slots, limits)
+
+
+def test_what_rejected_drafts_left_is_not_taken_for_rows_of_tokens_that_came_while_off() -> None:
+    drafter = ToyDrafter(wrong)
+    engine = drafted_engine(drafter, policy=TurningPolicy())
+    engine.submit("a", [1, 2, 3], max_tokens=40)
+    engine.run(idle())
+    # The drafter compares the rows that it is told with the tokens.
+    assert engine.tokens("a") == expected([1, 2, 3], 40)
+    assert sum(task.starts_cold for task in drafter.tasks) > 1
 
 
 def test_a_losing_policy_is_asked_now_and_then_and_told_of_all() -> None:
@@ -215,6 +251,9 @@ def test_a_losing_policy_is_asked_now_and_then_and_told_of_all() -> None:
     asked: list[int] = []
     plan = policy.plan
     policy.plan = lambda slots, limits: asked.append(len(slots)) or plan(slots, limits)  # type: ignore[func-returns-value,method-assign]
+    looked_at: list[int] = []
+    stays_plain = policy.stays_plain
+    policy.stays_plain = lambda size: looked_at.append(size) or stays_plain(size)  # type: ignore[func-returns-value,method-assign]
 
     def script() -> Script:
         engine.submit("a", [1, 2, 3], max_tokens=100)
@@ -224,7 +263,9 @@ def test_a_losing_policy_is_asked_now_and_then_and_told_of_all() -> None:
 
     engine.run(script())
     assert engine.tokens("a") == expected([1, 2, 3], 100)
-    assert asked == [1, 1, 1], "whoever comes and goes: drafting is lost for two as for one"
+    assert asked == [1, 1], "whoever comes and goes: drafting is lost for two as for one"
+    assert set(looked_at) == {1, 2}
+    assert len(looked_at) < 30, "what a plain step takes is known after a few of each size"
     # The first token of each comes with its prompt, and for the last one nothing is drafted.
     num_windows = 99 + 9
     counted = sum(report.plain["not_worthwhile"] for report in reports)

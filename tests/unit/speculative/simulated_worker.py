@@ -77,7 +77,9 @@ class Worker:
         seed: int,
         has_confidences: bool = False,
         shows_outliers: bool = True,
+        prompt_seconds: float = 0.0,
     ) -> None:
+        """prompt_seconds: what drafting takes longer for each sequence that it has not met."""
         self.policy = policy
         self.machine = machine
         self.random = random.Random(seed)
@@ -85,11 +87,13 @@ class Worker:
         self.quality = list(quality)
         self.has_confidences = has_confidences
         self.shows_outliers = shows_outliers
+        self.prompt_seconds = prompt_seconds
         self.num_started = 0
         self.num_same = self.num_skipped = 0
         self.skipped_seconds: list[float] = []
         self.slots: list[int] = []
         self.done: list[int] = []
+        self.met: set[int] = set()
         self.qualities: list[Quality] = []
         for _ in range(batch):
             self._start()
@@ -129,7 +133,11 @@ class Worker:
         self.num_same = plan.num_same
         asked = max(plan.num_wanted)
         drafting = sum(wanted > 0 for wanted in plan.num_wanted)
+        met = {slot for slot, wanted in zip(self.slots, plan.num_wanted, strict=True) if wanted}
+        num_told = len(met - self.met)
+        self.met |= met
         draft = self.machine.draft(drafting, asked) if asked else 0.0
+        draft += num_told * self.prompt_seconds
         measured_draft = self._measured(draft) if asked else 0.0
         fates = [
             [self._fate(quality, done) for _ in range(wanted)]
@@ -166,6 +174,7 @@ class Worker:
                 draft_seconds=measured_draft,
                 step_seconds=self._measured(seconds),
                 has_prompt_rows=False,
+                told_prompts=num_told > 0 and self.prompt_seconds > 0,
             )
         )
         self._account(seconds + draft, batch + sum(accepted), batch, width, asked)
@@ -191,5 +200,6 @@ class Worker:
             self.done[index] += count + 1
             if self.done[index] >= self.num_tokens:
                 self.policy.close(self.slots[index])
+                self.met.discard(self.slots[index])
                 del self.slots[index], self.done[index], self.qualities[index]
                 self._start()

@@ -110,6 +110,47 @@ def test_probes_of_large_batches_are_two_steps() -> None:
     assert verdicts.count(Verdict.PROBE) == 2
 
 
+def test_a_probe_waits_until_its_prompts_are_covered_and_a_lost_one_pays_for_them() -> None:
+    switch = BreakEven()
+    assert switch.decide(0.9, 0.5, 8, entry_price=12.0) is Verdict.PLAIN
+    num_steps = switch.steps_to_probe(0.5, 12.0)
+    assert num_steps == pytest.approx((2 * 0.5 + 12.0 - INITIAL_CREDIT) / ALLOWANCE, abs=1)
+    switch.skip(num_steps)
+    credit = switch.credit
+    assert switch.decide(0.9, 0.5, 4, entry_price=12.0) is Verdict.PROBE
+    switch.record(4, 4, cost=1.5, entry=12.0)
+    assert switch.decide(0.9, 0.5, 4, entry_price=12.0) is Verdict.PROBE, "windows are judged alone"
+    switch.record(4, 4, cost=1.5)
+    assert switch.decide(0.9, 0.5, 4, entry_price=12.0) is Verdict.PLAIN
+    assert credit - switch.credit == pytest.approx(13.0, abs=0.1)
+
+
+def test_prompts_are_paid_for_by_what_they_make_possible() -> None:
+    switch = BreakEven()
+    for step in range(100):
+        assert switch.decide(1.5, None, 8) is Verdict.DRAFT
+        switch.record(8 * 3, 8, cost=2.0, entry=10.0 if step == 0 else 0.0)
+    assert switch.num_stops == 0
+
+
+def test_prompts_that_are_never_earned_stop_drafting() -> None:
+    switch = BreakEven()
+    lost = 0.0
+    for _ in range(100):
+        if switch.decide(1.5, None, 8) is Verdict.DRAFT:
+            switch.record(8 * 3, 8, cost=2.9, entry=5.0)
+            lost += 4.9
+    assert switch.reason is PlainReason.OVERSPENT
+    assert lost < 100
+
+
+def test_an_entry_that_no_balance_covers_is_paid_once_all_is_saved() -> None:
+    switch = BreakEven()
+    switch.decide(0.9, 0.5, 8, entry_price=1000.0)
+    switch.skip(100_000)
+    assert switch.decide(0.9, 0.5, 8, entry_price=1000.0) is Verdict.PROBE
+
+
 def test_skipping_counts_as_deciding_and_running_plain_steps() -> None:
     asked, skipping = BreakEven(), BreakEven()
     for switch in (asked, skipping):
@@ -140,7 +181,7 @@ def test_losses_are_bounded_whatever_happens(
         drafted = switch.decide(gain, price if can_probe else None, 1) is not Verdict.PLAIN
         switch.record(emitted if drafted else 1, 1, cost if drafted else 1.0)
         served += emitted if drafted else 1
-        spent += min(cost, emitted + 4.0) if drafted else 1.0
+        spent += cost if drafted else 1.0
         if drafted:
             worst = max(worst, cost)
         # A probe may be one third dearer than its price allows for, times two steps.

@@ -18,6 +18,7 @@ LAW = "unit/speculative/test_verification_law.py"
 RATIO = "unit/speculative/test_ratio_test.py"
 ENGINE_RATIO = "unit/engine/test_ratio_verification.py"
 LOOP = "unit/engine/test_speculation.py"
+DRAFTER_ROWS = "unit/engine/test_drafter_rows.py"
 POLICY = "unit/speculative/test_draft_policy.py"
 CHECK = "unit/worker/test_drafter_check.py"
 WORLD = "integration/test_engine_speculation.py"
@@ -37,9 +38,9 @@ ROWS = {
     ],
     5: [f"{PROPOSER}::test_row_5_the_block_begins_at_the_anchors_own_position"],
     6: [
-        f"{LOOP}::test_prefix_hits_have_their_rows",
+        f"{DRAFTER_ROWS}::test_prefix_hits_have_their_rows",
         f"{WORLD}::test_accepted_counts_are_the_reference_loops",
-        f"{LOOP}::test_a_drafter_gets_rows_that_another_worker_pushed_when_it_drafts_and_when_it_loses_them",
+        f"{DRAFTER_ROWS}::test_a_drafter_gets_rows_that_another_worker_pushed_when_it_drafts_and_when_it_loses_them",
     ],
     7: [
         f"{DIALECTS}::test_row_7_the_drafts_2048_positions_are_nominal",

@@ -135,13 +135,11 @@ def test_rows_that_are_computed_after_pushed_ones_count() -> None:
     assert rows.read(slots(8, 9))[:, 0].tolist() == [6, 7], "what was dropped once is done with"
 
 
-def test_rows_that_nobody_will_read_are_not_kept_and_those_before_them_are_gone() -> None:
+def test_rows_of_slots_that_were_forgotten_are_missing_until_there_are_new_ones() -> None:
     fusion = Halves()
     rows = new_rows(fusion)
     rows.take(slots(8, 9, 10), taps(1, 2, 3))
-    rows.is_wanted = False
-    rows.take(slots(9), taps(4))
-    rows.is_wanted = True
+    rows.forget(slots(9, 10))
     rows.take(slots(10), taps(5))
     assert rows.num_missing(slots(8, 9, 10)) == 2
     assert rows.read(slots(8, 10))[:, 0].tolist() == [1, 5]

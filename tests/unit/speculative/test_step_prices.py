@@ -8,6 +8,7 @@ import pytest
 
 from kvbraid.speculative.break_even import PlainReason
 from kvbraid.speculative.draft_plan import STEPS_BEFORE_PROBE
+from kvbraid.speculative.step_prices import StepPrices
 from tests.unit.speculative.measured_policy import measured_policy, outcome
 
 
@@ -94,3 +95,39 @@ def test_rows_are_kept_from_a_probes_distance_on() -> None:
     assert distances[0] > STEPS_BEFORE_PROBE, "the first one is far"
     near = next(distance for distance in distances if distance <= STEPS_BEFORE_PROBE)
     assert near >= STEPS_BEFORE_PROBE - 16
+
+
+def test_a_first_drafting_is_charged_in_full_and_teaches_nothing_of_later_ones() -> None:
+    policy, slots = measured_policy()
+    prices = StepPrices(3, drafts_in_blocks=False)
+    prices.costs = policy.costs
+    first = outcome(slots, draft_seconds=9.0, told_prompts=True)
+    assert prices.cost(first) == pytest.approx((1.03 + 0.15, 9.0 - 0.15))
+    for _ in range(9):
+        prices.observe(first)
+    assert prices.cost(outcome(slots)) == pytest.approx((1.03 + 0.15, 0.0))
+    assert prices.first_draft_price(1) == pytest.approx(9.0)
+
+
+def test_a_probe_waits_until_the_prompts_that_it_tells_are_paid_for() -> None:
+    policy, slots = measured_policy()
+    for _ in range(100):
+        policy.observe_acceptance(outcome(slots))
+    policy.plan(slots, [3])
+    assert not policy.is_drafting
+    soon = policy.steps_to_drafts(1)
+    for _ in range(3):
+        policy.observe_seconds(outcome(slots, draft_seconds=10.0, told_prompts=True))
+    policy.plan(slots, [3])
+    assert soon < 100 < policy.steps_to_drafts(1)
+
+
+def test_a_pause_of_the_machine_is_not_held_against_a_first_drafting_once_there_were_some() -> None:
+    policy, slots = measured_policy()
+    prices = StepPrices(3, drafts_in_blocks=False)
+    prices.costs = policy.costs
+    for _ in range(3):
+        prices.observe(outcome(slots, draft_seconds=1.0, told_prompts=True))
+    cost = prices.cost(outcome(slots, draft_seconds=90.0, told_prompts=True))
+    assert cost is not None
+    assert cost.entry < 4.0

@@ -17,10 +17,11 @@ from kvbraid.request import (
     TokenLogprob,
     Usage,
 )
-from kvbraid.v1 import generation_pb2
+from kvbraid.v1 import decode_pb2, generation_pb2
 from kvbraid.wire import (
     chunk_from_proto,
     chunk_to_proto,
+    fill_chunk,
     messages_from_proto,
     messages_to_proto,
     ref_from_proto,
@@ -60,6 +61,8 @@ chunks = st.builds(
         st.builds(PositionLogprobs, logprobs, st.lists(logprobs, max_size=3).map(tuple)), max_size=3
     ).map(tuple),
     st.none() | st.sampled_from(FinishReason),
+    num_drafts=ids,
+    num_accepted=ids,
 )
 
 
@@ -75,6 +78,15 @@ def test_sampling_round_trips(sampling: SamplingParams) -> None:
 def test_chunks_round_trip(chunk: TokenChunk) -> None:
     sent = chunk_to_proto(chunk).SerializeToString()
     assert chunk_from_proto(generation_pb2.TokenChunk.FromString(sent)) == chunk
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(chunks)
+def test_a_chunk_is_filled_where_it_is(chunk: TokenChunk) -> None:
+    response = decode_pb2.DecodeResponse()
+    fill_chunk(response.chunk, chunk)
+    assert response == decode_pb2.DecodeResponse(chunk=chunk_to_proto(chunk))
+    assert response.HasField("chunk")
 
 
 def test_unset_sampling_fields_take_the_defaults() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvbraid.settings import ParallelSettings
-from kvbraid.worker.rank_assembly import num_compute_threads
+from kvbraid.worker.rank_compute import num_compute_threads
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 

@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 
 from kvbraid.errors import UnavailableError
+from kvbraid.settings import TlsSettings
 from kvbraid.transport.draft_terms import DraftPeer
 from kvbraid.worker import draft_link
 from kvbraid.worker.draft_link import DraftLink
@@ -56,6 +57,7 @@ async def pauses_between(
         peer=cast(DraftPeer, None),
         channels=lambda address: cast(Any, None),
         wire="grpc",
+        tls=TlsSettings(),
         on_change=lambda stream: None,
         first_retry_s=FIRST_S,
     )

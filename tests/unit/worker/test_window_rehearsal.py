@@ -43,6 +43,8 @@ class ScriptedWorker:
         self.streams = self
         self.requests: list[EngineRequest] = []
         self.met: Counter[tuple[int, int]] = Counter()
+        # Steps without drafts, by size and whether drafts are in sight, so that taps are kept.
+        self.met_plain: set[tuple[int, bool]] = set()
         self._speculation = speculation
         self._num_agreeing = num_agreeing
         self._num_open = 0
@@ -80,6 +82,8 @@ class ScriptedWorker:
         plan = policy.plan(list(range(size)), [left - 1] * size)
         num_drafts = max(plan.num_wanted)
         width = 1 + num_drafts
+        if width == 1:
+            self.met_plain.add((size, policy.steps_to_drafts(size) == 0))
         is_first = not self.met[size, width]
         self.met[size, width] += 1
         policy.record(
@@ -118,6 +122,7 @@ async def test_every_window_is_met_and_its_usual_cost_known() -> None:
         for width in range(1, MAX_DRAFTS + 2):
             assert worker.met[size, width] >= 4
             assert seconds[width - 1] == pytest.approx(STEP_S + ROW_S * size * width)
+        assert {(size, True), (size, False)} <= worker.met_plain
         drafts = policy.costs.draft.seconds(size)
         assert drafts is not None
         assert list(drafts) == pytest.approx([DRAFT_S * n for n in range(1, MAX_DRAFTS + 1)])
@@ -161,7 +166,7 @@ async def test_each_sequence_has_a_key_of_its_own() -> None:
     worker = ScriptedWorker(speculation, 4)
     await rehearse_windows(worker, speculation, [1])  # type: ignore[arg-type]
     keys = [request.key for request in worker.requests]
-    assert len(set(keys)) == len(keys) == (1 + 2 + 4) * (MAX_DRAFTS + 1)
+    assert len(set(keys)) == len(keys) == (1 + 2 + 4) * (MAX_DRAFTS + 2)
 
 
 @pytest.mark.parametrize(
