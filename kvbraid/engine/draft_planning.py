@@ -96,7 +96,7 @@ class DraftPlanning:
         size = len(decoding)
         self._is_quiet = False
         if 0 < size < num_active and self.policy.steps_to_drafts(num_active):
-            self._is_quiet = True
+            self._is_quiet, self._is_worthwhile = True, False
         elif size and self._num_allowed > 0:
             if self.policy.stays_plain(size):
                 self._is_quiet = True

@@ -260,5 +260,7 @@ def test_the_first_ones_of_a_batch_that_is_too_large_are_not_drafted_for() -> No
     assert not is_quiet(planning, first, num_active=2), "so many will be drafted for"
     assert not is_quiet(planning, first, second, num_active=2)
     assert policy.heard == []
-    planning.plan(asking(first, second), REPORT)
+    report = SpeculationReport()
+    planning.plan(asking(first, second), report)
     assert policy.heard == [("skip", 2), ("plan", 0, 1, 9, 9)]
+    assert report.plain["not_worthwhile"] == 3
