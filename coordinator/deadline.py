@@ -58,7 +58,7 @@ class Deadline:
 
 class ClientWait:
     """Blocks of one task, entered one after the other, that end at a deadline: asyncio.timeout for
-    many of them with one timer. One for every message would cost as much as writing it.
+    many of them with one timer. One for every message would cost the loop with every token.
     """
 
     def __init__(self, deadline: Deadline) -> None:

@@ -431,38 +431,31 @@ def test_where_no_text_is_drafted_well_none_is_expected_to_be_before_the_probe()
     assert -64 < num_steps < 256, "looked at again after 256 steps at most"
 
 
+def run_on_gpu(quality: float, *, batch: int, prompt_seconds: float, num_steps: int) -> Run:
+    """Batches of sequences that are all drafted for equally well."""
+    worker = Worker(
+        DraftPolicy(MAX_DRAFTS, width_rule=best_width, drafts_in_blocks=False),
+        MACHINES["gpu"],
+        batch=batch,
+        num_tokens=96,
+        quality=[lambda _: quality],
+        seed=1,
+        prompt_seconds=prompt_seconds,
+    )
+    for _ in range(num_steps):
+        worker.step()
+    return worker.run
+
+
 @pytest.mark.parametrize("prompt_seconds", [0.0, 0.005])
 def test_a_hopeless_drafter_costs_little_however_long_prompts_take_it(
     prompt_seconds: float,
 ) -> None:
     """Told the prompts of eight sequences, it takes as long as ten plain steps."""
-    policy = DraftPolicy(MAX_DRAFTS, width_rule=best_width, drafts_in_blocks=False)
-    worker = Worker(
-        policy,
-        MACHINES["gpu"],
-        batch=8,
-        num_tokens=96,
-        quality=[lambda _: 0.0],
-        seed=1,
-        prompt_seconds=prompt_seconds,
-    )
-    for _ in range(3000):
-        worker.step()
-    assert worker.run.num_draft_steps > 1, "it is looked at now and then"
-    assert worker.run.speed > 0.985
+    run = run_on_gpu(0.0, batch=8, prompt_seconds=prompt_seconds, num_steps=3000)
+    assert run.num_draft_steps > 1, "it is looked at now and then"
+    assert run.speed > 0.985
 
 
 def test_a_good_drafter_is_kept_though_prompts_take_it_long() -> None:
-    policy = DraftPolicy(MAX_DRAFTS, width_rule=best_width, drafts_in_blocks=False)
-    worker = Worker(
-        policy,
-        MACHINES["gpu"],
-        batch=4,
-        num_tokens=96,
-        quality=[lambda _: 0.8],
-        seed=1,
-        prompt_seconds=0.004,
-    )
-    for _ in range(1500):
-        worker.step()
-    assert worker.run.speed > 1.5
+    assert run_on_gpu(0.8, batch=4, prompt_seconds=0.004, num_steps=1500).speed > 1.5
