@@ -32,7 +32,7 @@ class Clusters:
     def __init__(self) -> None:
         self._stack = ExitStack()
         self._pool = ThreadPoolExecutor()
-        self._clusters: list[LocalCluster] = []
+        self._clusters: dict[str, LocalCluster] = {}
         self._cores = sorted(os.sched_getaffinity(0))
 
     def __enter__(self) -> Clusters:
@@ -49,8 +49,12 @@ class Clusters:
         for cluster in found.values():
             self._stack.enter_context(cluster)
         list(self._pool.map(lambda cluster: cluster.start(timeout_s=_START_S), found.values()))
-        self._clusters += found.values()
+        self._clusters |= found
         return {name: cluster.coordinator.grpc for name, cluster in found.items()}
+
+    def decode_metrics(self) -> dict[str, str]:
+        """Where the metrics of each cluster's first decode worker are, by the cluster's name."""
+        return {name: c.workers["decode-0"].metrics for name, c in self._clusters.items()}
 
     def share_cores(self) -> None:
         """Give each role of all clusters the same cores, and this process some of its own.
@@ -65,7 +69,7 @@ class Clusters:
             return
         quarter = len(self._cores) // 4
         own, shared = self._cores[:quarter], self._cores[quarter:]
-        for cluster in self._clusters:
+        for cluster in self._clusters.values():
             for name, child in cluster.children.items():
                 place = _PLACES[name.split("-")[0]]
                 first, *others = shared[place * quarter : (place + 1) * quarter]

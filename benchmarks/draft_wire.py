@@ -216,15 +216,16 @@ def timed_in_turns(steps: dict[str, Step], size: Size) -> dict[str, list[float]]
 
 
 def timed_taps(size: Size) -> list[float]:
-    """Seconds that taking the taps of a step and reading its rows take."""
+    """Seconds that fusing the taps of a step, keeping and reading its rows take."""
     dtype, num = RowFormat(size.hidden, size.dtype).dtype, size.sequences * size.rows
-    kept = FusedRows(FirstTaps(size, dtype), num_slots=1024, logical_page_size=PAGE, dtype=dtype)
+    fusion = FirstTaps(size, dtype)
+    kept = FusedRows(size.hidden, num_slots=1024, logical_page_size=PAGE, dtype=dtype)
     slots = LogicalSlots(np.arange(PAGE, PAGE + num))
     taps = torch.randn(num, NUM_TAPS, size.hidden, dtype=dtype)
     found = []
     for _ in range(NUM_TAPPED):
         began = time.perf_counter()
-        kept.take(slots, taps)
+        kept.take(slots, fusion.fuse(taps))
         kept.read(slots)
         found.append(time.perf_counter() - began)
     return found[NUM_TAPPED // 10 :]

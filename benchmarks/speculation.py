@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
 import tempfile
 import time
@@ -38,6 +39,7 @@ from benchmarks.random_drafter import write_random_drafter
 from benchmarks.report import BenchmarkRow, write_report
 from benchmarks.service_streams import Sample, run_streams
 from benchmarks.speculation_rows import Pairs, control_row, rows_of
+from benchmarks.step_parts import StepParts, part_rows, read_parts
 from kvbraid.cluster.local_cluster import ClusterSpec
 from kvbraid.cluster.worker_spec import WorkerSpec
 from kvbraid.settled_heap import settle_heap
@@ -177,6 +179,7 @@ def run(options: Options, deadline_s: float) -> Iterator[list[BenchmarkRow]]:
     groups = [(CONTROL, *options.drafters)] if options.is_gpu else [(d,) for d in options.drafters]
     deadline = Deadline(deadline_s, options.generations * len(groups) * len(options.batches))
     found: dict[tuple[int, str], list[tuple[Sample, Sample]]] = defaultdict(list)
+    parts: dict[tuple[int, str], StepParts] = defaultdict(StepParts)
     for group in groups * options.generations:
         with Clusters() as clusters:
             addresses = clusters.start({d: options.spec(d) for d in (PLAIN, *group)})
@@ -185,14 +188,21 @@ def run(options: Options, deadline_s: float) -> Iterator[list[BenchmarkRow]]:
                 warm_up(options, addresses, batch)
                 if options.is_gpu:
                     clusters.share_cores()
+                before = {n: read_parts(a) for n, a in clusters.decode_metrics().items()}
                 measured = measure(options, addresses, batch, deadline.next_case())
                 for drafter, pairs in measured.items():
                     found[batch, drafter] += pairs
-                yield rows(found, options)
+                for name, address in clusters.decode_metrics().items():
+                    parts[batch, name] += read_parts(address).since(before[name])
+                yield rows(found, parts, options)
 
 
-def rows(found: Mapping[tuple[int, str], Pairs], options: Options) -> list[BenchmarkRow]:
-    """Of the pairs by batch and drafter."""
+def rows(
+    found: Mapping[tuple[int, str], Pairs],
+    parts: Mapping[tuple[int, str], StepParts],
+    options: Options,
+) -> list[BenchmarkRow]:
+    """Of the pairs and step parts by batch and drafter."""
     made: list[BenchmarkRow] = []
     for (batch, drafter), pairs in found.items():
         case = f"{Path(options.model).name} {Path(drafter).name} x{batch}"
@@ -208,6 +218,7 @@ def rows(found: Mapping[tuple[int, str], Pairs], options: Options) -> list[Bench
             # Batches of other sizes are added up in another order on GPUs: near ties may flip.
             is_exact=options.dtype == "float32" and not options.is_gpu,
         )
+        made += part_rows(case, parts[batch, PLAIN], parts[batch, drafter])
     return made
 
 
@@ -267,6 +278,9 @@ def _options(given: argparse.Namespace, adversary: Path) -> Options:
 def main() -> int:
     """Measure, print and write; exit code 1 when a bar is missed."""
     given = _parse()
+    # Where strings fall in dictionaries is drawn anew for each process otherwise, and makes
+    # processes that are alike differ for as long as they run.
+    os.environ.setdefault("PYTHONHASHSEED", "0")
     found: list[BenchmarkRow] = []
     with tempfile.TemporaryDirectory() as folder:
         options = _options(given, Path(folder) / "random-drafter")

@@ -97,7 +97,7 @@ class CapturedForward:
         if graph is None:
             if window > self._limits.max_window:
                 raise ValueError(f"window {window} is above {self._limits.max_window}")
-            outputs = self._outputs if with_taps else self._outputs._replace(taps=None)
+            outputs = self._outputs if with_taps else self._outputs._replace(fused=None)
             graph = _DecodeGraph(self._rank, self._limits, size, window, outputs)
             graph.capture(self._capture)
             self._graphs[size, window, with_taps] = graph
@@ -115,7 +115,7 @@ class _DecodeGraph:
         window: int,
         outputs: ForwardOutput,
     ) -> None:
-        """outputs: of all graphs, [most tokens, ...]; taps are written where there is room."""
+        """outputs: of all graphs, [most tokens, ...]; rows are fused where there is room."""
         self._rank = rank
         self._batch_size = batch_size
         self._num_tokens = batch_size * window
@@ -157,13 +157,12 @@ class _DecodeGraph:
         return _first_rows(self._outputs, len(batch.token_ids))
 
     def _compute(self) -> None:
-        rank, (hidden, rows) = self._rank, self._outputs
-        taps = None
-        if rows is not None and rank.tap_layers is not None:
-            taps = LayerTaps(rank.tap_layers, rows)
+        rank, (hidden, fused) = self._rank, self._outputs
+        fusion = None if fused is None else rank.fusion
+        taps = None if fusion is None else LayerTaps(fusion.tap_layers)
         hidden.copy_(rank.model.forward(self._inputs[0], self._inputs[1], self._step, taps))
-        if taps is not None:
-            taps.stacked()
+        if fusion is not None and fused is not None and taps is not None:
+            fused.copy_(fusion.fuse(taps.stacked()))
 
     def _write_inputs(self, batch: StepBatch) -> None:
         # Pinned memory of torch's host allocator is not given out again before the copy is done.
@@ -207,13 +206,14 @@ def _new_outputs(rank: RankModel, limits: DecodeLimits) -> ForwardOutput:
     num_tokens = limits.max_num_seqs * limits.max_window
     width = rank.model.config.hidden_size
 
-    def rows(*shape: int) -> Tensor:
-        return torch.zeros(num_tokens, *shape, dtype=limits.dtype, device=rank.device)
+    def rows(width: int) -> Tensor:
+        return torch.zeros(num_tokens, width, dtype=limits.dtype, device=rank.device)
 
-    taps = None if rank.tap_layers is None else rows(len(rank.tap_layers), width)
-    return ForwardOutput(rows(width), taps)
+    return ForwardOutput(
+        rows(width), None if rank.fusion is None else rows(rank.fusion.fused_width)
+    )
 
 
 def _first_rows(outputs: ForwardOutput, num_rows: int) -> ForwardOutput:
-    hidden, taps = outputs
-    return ForwardOutput(hidden[:num_rows], None if taps is None else taps[:num_rows])
+    hidden, fused = outputs
+    return ForwardOutput(hidden[:num_rows], None if fused is None else fused[:num_rows])

@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from kvbraid.engine.draft_drawing import WindowSampling
 from kvbraid.engine.sequence import Sequence
 from kvbraid.kv.slots import LogicalSlots, slots_between
-from kvbraid.speculative.fused_rows import FusedRows
 from kvbraid.speculative.proposal import DraftTask
 
 # Most rows of one sequence in one step: a long prompt is told over several steps, and only then
 # drafted for.
 _MOST_ROWS = 1024
+
+
+class TaskRows(Protocol):
+    """Where a drafter's rows are read: `FusedRows`, or some of it."""
+
+    def num_missing(self, slots: LogicalSlots) -> int:
+        """See FusedRows."""
+        ...
+
+    def read(self, slots: LogicalSlots) -> Tensor:
+        """Rows [n, d] of these slots, every one of which is held; valid until the next step."""
+        ...
 
 
 class Wanted(NamedTuple):
@@ -40,7 +52,7 @@ class _Told(NamedTuple):
     num_missing: int
 
 
-def draft_tasks(wanted: Seq[Wanted], rows: FusedRows, logical_page_size: int) -> list[DraftTask]:
+def draft_tasks(wanted: Seq[Wanted], rows: TaskRows, logical_page_size: int) -> list[DraftTask]:
     """One task for each; row i goes with token i + 1. The rows of all are read at once."""
     told = [_told(item, rows, logical_page_size) for item in wanted]
     read = rows.read(LogicalSlots(np.concatenate([one.slots for one in told])))
@@ -60,7 +72,7 @@ def draft_tasks(wanted: Seq[Wanted], rows: FusedRows, logical_page_size: int) ->
     ]
 
 
-def _told(item: Wanted, rows: FusedRows, logical_page_size: int) -> _Told:
+def _told(item: Wanted, rows: TaskRows, logical_page_size: int) -> _Told:
     newest = len(item.sequence.token_ids) - 1
     first = min(item.num_rows, newest)
     slots = slots_between(item.sequence.pages, first, newest, logical_page_size)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvbraid.engine.draft_drawing import DraftDrawing, WindowSampling
 from kvbraid.engine.draft_planning import Asking, DraftPlanning
-from kvbraid.engine.draft_tasks import Wanted, draft_tasks
+from kvbraid.engine.draft_tasks import TaskRows, Wanted, draft_tasks
 from kvbraid.engine.sequence import EngineRequest, Sequence, SequenceKey
 from kvbraid.engine.speculation import SpeculationReport, VerifiedWindow
 from kvbraid.engine.step_plan import StepPlan
@@ -96,10 +96,13 @@ class DraftedDecoding:
         max_model_len: int,
         vocab_size: int,
         on_report: Callable[[SpeculationReport], None],
+        task_rows: TaskRows | None = None,
     ) -> None:
+        """task_rows: `rows` as the drafter gets them; in host memory unless given."""
         self._vocab_size = vocab_size
         self._drafting = drafting
         self._rows = rows
+        self._task_rows = task_rows or rows
         self._planning = DraftPlanning(policy, limit=self._limit, on_report=on_report)
         self._drawing = drawing
         self._page_size = logical_page_size
@@ -319,7 +322,7 @@ class DraftedDecoding:
             Wanted(sequence, entry.key, entry.num_rows, num_wanted, entry.drawn_at)
             for sequence, entry, num_wanted in wanting
         ]
-        tasks = draft_tasks(wanted, self._rows, self._page_size)
+        tasks = draft_tasks(wanted, self._task_rows, self._page_size)
         answers = self._drafting.step(tasks)
         asked.num_asked = max(num_wanted for _, _, num_wanted in wanting)
         asked.num_drafting = len(tasks)

@@ -57,16 +57,11 @@ class WindowedDecode:
         return 1 + max(map(len, self.drafts), default=0)
 
 
-class TapSink(Protocol):
+class RowSink(Protocol):
     """Takes what a drafter needs to see of each token."""
 
-    @property
-    def layers(self) -> Sequence[int]:
-        """Layers whose output it wants."""
-        ...
-
-    def take(self, slots: LogicalSlots, taps: Tensor) -> None:
-        """taps [T, len(layers), hidden] of the tokens in `slots`; those in the sink are padding."""
+    def take(self, slots: LogicalSlots, rows: Tensor) -> None:
+        """Fused rows [T, d] of the tokens in `slots`; those in the sink are padding."""
         ...
 
     def renew(self, pages: Sequence[int]) -> None:
@@ -86,23 +81,23 @@ class ModelRunner:
         state: RankState,
         tp_group: Group,
         device: torch.device,
-        tap_sink: TapSink | None = None,
+        row_sink: RowSink | None = None,
     ) -> None:
-        """forward: of this model and pool, with the taps of tap_sink. tap_sink: of the rank that
-        feeds the drafter; the other ranks have none."""
+        """forward: of this model and pool. row_sink: of the rank that feeds the drafter; the other
+        ranks have none."""
         self.model = model
         self.pool = pool
         self._forward = forward
         self._state = state
         self._tp_group = tp_group
         self._device = device
-        self._tap_sink = tap_sink
+        self._row_sink = row_sink
 
     def renew_pages(self, pages: Sequence[int], num_computed: int) -> None:
         """A sequence gets `pages`, of which the first hold its num_computed tokens already; what
         was kept for the others is not its own."""
-        if self._tap_sink is not None:
-            self._tap_sink.renew(pages[num_computed // self.pool.stripe.logical_page_size :])
+        if self._row_sink is not None:
+            self._row_sink.renew(pages[num_computed // self.pool.stripe.logical_page_size :])
 
     def close(self) -> None:
         """There are no more steps."""
@@ -114,7 +109,7 @@ class ModelRunner:
     ) -> Tensor:
         """Writes the KV of every token and returns the logits of this rank's vocabulary shard,
         [N, V_local] float32: one a token of each decode window, padding left out, then one a
-        chunk that samples. with_taps: the sink, where there is one, gets the taps of all."""
+        chunk that samples. with_taps: the sink, where there is one, gets the rows of all."""
         inputs = self._inputs(decode, extends)
         batch = StepBatch(
             inputs.token_ids,
@@ -124,9 +119,9 @@ class ModelRunner:
             self._extend_batch(extends),
             with_taps=with_taps,
         )
-        hidden, taps = self._forward.run(batch)
-        if self._tap_sink is not None and taps is not None:
-            self._tap_sink.take(inputs.slots, taps)
+        hidden, fused = self._forward.run(batch)
+        if self._row_sink is not None and fused is not None:
+            self._row_sink.take(inputs.slots, fused)
         if len(inputs.sampled_rows) != hidden.shape[0]:
             rows = torch.tensor(inputs.sampled_rows, dtype=torch.int64)
             hidden = hidden.index_select(0, uploaded(rows, self._device))

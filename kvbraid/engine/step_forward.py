@@ -3,7 +3,6 @@ captured graphs in `captured_forward`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -19,7 +18,7 @@ from kvbraid.engine.step_attention import StepAttention
 from kvbraid.kv.page_pool import StripedPagePool
 from kvbraid.kv.slots import LogicalSlots
 from kvbraid.model.causal_lm import CausalLM
-from kvbraid.model.layer_taps import LayerTaps
+from kvbraid.model.layer_taps import Fusion, LayerTaps
 
 Int64Array = NDArray[np.int64]
 
@@ -41,11 +40,11 @@ class StepBatch:
 
 
 class ForwardOutput(NamedTuple):
-    """hidden: [T, hidden] after the final norm. taps: [T, taps, hidden], None where none are
-    wanted. Valid until the next pass."""
+    """hidden: [T, hidden] after the final norm. fused: [T, d], what a drafter sees of each token,
+    None where it is not wanted. Valid until the next pass."""
 
     hidden: Tensor
-    taps: Tensor | None
+    fused: Tensor | None
 
 
 class StepForward(Protocol):
@@ -62,13 +61,13 @@ class StepForward(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RankModel:
-    """What a forward pass needs of a rank. tap_layers: None on ranks that feed no drafter."""
+    """What a forward pass needs of a rank. fusion: None on ranks that feed no drafter."""
 
     model: CausalLM
     attention: DcpAttention
     pool: StripedPagePool
     device: torch.device
-    tap_layers: Sequence[int] | None = None
+    fusion: Fusion | None = None
 
 
 class EagerForward:
@@ -88,16 +87,17 @@ class EagerForward:
             decode_plan=None if decode is None else rank.attention.plan_decode(decode, rank.device),
             extend_plan=None if extend is None else rank.attention.plan_extend(extend, rank.device),
         )
-        taps = None
-        if batch.with_taps and rank.tap_layers is not None:
-            taps = LayerTaps(rank.tap_layers)
+        fusion = rank.fusion if batch.with_taps else None
+        taps = None if fusion is None else LayerTaps(fusion.tap_layers)
         hidden = rank.model.forward(
             uploaded(torch.from_numpy(batch.token_ids), rank.device),
             uploaded(torch.from_numpy(batch.positions), rank.device),
             step,
             taps,
         )
-        return ForwardOutput(hidden, None if taps is None else taps.stacked())
+        if fusion is None or taps is None:
+            return ForwardOutput(hidden, None)
+        return ForwardOutput(hidden, fusion.fuse(taps.stacked()))
 
     def close(self) -> None:
         """Nothing is kept."""

@@ -3,8 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 from torch import Tensor
+
+
+class Fusion(Protocol):
+    """Makes one row a token of its taps; `kvbraid.speculative.tap_fusion.TapFusion`."""
+
+    @property
+    def tap_layers(self) -> Sequence[int]:
+        """Layers whose output it reads."""
+        ...
+
+    @property
+    def fused_width(self) -> int:
+        """Numbers of a fused row."""
+        ...
+
+    def fuse(self, taps: Tensor) -> Tensor:
+        """[T, taps, hidden] -> [T, d], new memory."""
+        ...
 
 
 class LayerTaps:

@@ -97,6 +97,13 @@ class BreakEven:
         if gain > _RESUME_GAIN:
             self.credit = TRUSTED_CREDIT
 
+    def would_draft(self, gain: float) -> bool:
+        """Whether sequences of which this gain is expected (see `decide`) would be drafted for
+        without a probe."""
+        if self.credit <= 0 or self.reason is PlainReason.OVERSPENT:
+            return False
+        return gain > (1.0 if self.reason is None else _RESUME_GAIN)
+
     def steps_to_probe(self, price: float, entry_price: float = 0.0) -> int:
         """Plain steps until a probe of these prices (see `decide`) is due; 0 while probing, and
         while on what they would be at least, were it turned off now."""
@@ -177,7 +184,7 @@ class BreakEven:
                 self._resume()
             else:
                 self._stop(gain)
-        elif pays and gain > _RESUME_GAIN and self.reason is PlainReason.BELOW_BREAK_EVEN:
+        elif self.would_draft(gain):
             self._resume()
 
     def _resume(self) -> None:

@@ -8,6 +8,7 @@ is told afterwards, by `skip`.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -70,9 +71,9 @@ class DraftPolicy:
         self._width_rule = width_rule
         self._last_reason = PlainReason.MEASURING
         self._may_probe = True
-        # Whether new sequences would be drafted for, by `bucket_of` their number: until more is
+        # What is expected of drafting for new sequences, by `bucket_of` their number: until more is
         # learnt of drafts. What plain steps take meanwhile is seen by the next plan.
-        self._paying: dict[int, bool] = {}
+        self._gains_of_new: dict[int, float] = {}
         self._probe_price = self._entry_price = 0.0
 
     @property
@@ -83,8 +84,7 @@ class DraftPolicy:
     def steps_to_drafts(self, num_sequences: int) -> int:
         """See Policy. What has stopped drafting may be the last sequences' own: that there were
         more of them, their texts or that they ended soon."""
-        has_lost = self.break_even.reason is PlainReason.OVERSPENT
-        return 0 if not has_lost and self._pays(num_sequences) else self._steps_to_probe()
+        return 0 if self._would_draft(num_sequences) else self._steps_to_probe()
 
     def _steps_to_probe(self) -> int:
         if not self._may_probe:
@@ -95,8 +95,7 @@ class DraftPolicy:
         """See Policy: while it is off, and so many new sequences would not turn it on."""
         if self.is_drafting or self.break_even.is_probing:
             return False
-        has_lost = self.break_even.reason is PlainReason.OVERSPENT
-        return has_lost or not self._pays(num_sequences)
+        return not self._would_draft(num_sequences)
 
     def open(self) -> int:
         """A slot for a new sequence."""
@@ -159,7 +158,7 @@ class DraftPolicy:
         cost = self._prices.cost(outcome)
         is_plain = outcome.width == 1 and outcome.num_asked == 0
         if not is_plain:
-            self._paying.clear()
+            self._gains_of_new.clear()
         if not is_plain or outcome.reason is PlainReason.MEASURING:
             self._prices.observe(outcome)
         if outcome.width > 1:
@@ -183,18 +182,18 @@ class DraftPolicy:
     def observe_acceptance(self, outcome: StepOutcome) -> None:
         """Learns which drafts of an executed step were accepted, as of sequences that are not in
         any slot here: what a worker generates before it serves."""
-        self._paying.clear()
+        self._gains_of_new.clear()
         if outcome.width > 1:
             self.rates.observe_shared(self._reached(outcome))
 
     def observe_seconds(self, outcome: StepOutcome) -> None:
         """Learns what a step took that ran before anybody is served, and nothing else of it."""
-        self._paying.clear()
+        self._gains_of_new.clear()
         self._prices.observe(outcome)
 
     def observe_plain(self, seconds: Mapping[int, Sequence[float]]) -> None:
         """Learns what steps without a plan took, see `skip`."""
-        self._paying.clear()
+        self._gains_of_new.clear()
         self._prices.observe_plain(seconds)
 
     def _learn(self, outcome: StepOutcome) -> None:
@@ -251,20 +250,21 @@ class DraftPolicy:
     def _lacks_only_room(self, expected: FloatArray, likely: FloatArray) -> bool:
         return self.is_drafting and self._choose(expected, likely).gain > 1.0
 
-    def _pays(self, size: int) -> bool:
-        """Whether so many new sequences would be drafted for; True where nothing is known."""
+    def _would_draft(self, size: int) -> bool:
+        """Whether so many new sequences would be drafted for; where nothing is known it depends on
+        what may be lost."""
         if self.costs.plain_seconds(size) is None:
-            return True
-        bucket = bucket_of(size)
-        pays = self._paying.get(bucket)
-        if pays is None:
-            pays = self._paying[bucket] = self._gain_of_new(size) > 1.0
-        return pays
+            return self.break_even.would_draft(math.inf)
+        return self.break_even.would_draft(self._gain_of_new(size))
 
     def _gain_of_new(self, size: int) -> float:
         """Of sequences that are alike: as of one at the prices of so many."""
-        likely, _ = self._prices.whole_steps(size)
-        return self._choose(self.rates.shared[None], likely).gain
+        bucket = bucket_of(size)
+        gain = self._gains_of_new.get(bucket)
+        if gain is None:
+            likely, _ = self._prices.whole_steps(size)
+            gain = self._gains_of_new[bucket] = self._choose(self.rates.shared[None], likely).gain
+        return gain
 
     def _steps_without_review(self) -> int:
         """As many as there is nothing to decide in, up to where rows are kept for a probe."""

@@ -55,7 +55,7 @@ class SpeculationMetrics:
         self.step_seconds = with_values(
             Histogram(
                 "kvbraid_speculation_step_seconds",
-                "Parts of a speculative step. tap: making the rows for the drafter; wire: waiting "
+                "Parts of a speculative step. tap: keeping the rows for the drafter; wire: waiting "
                 "for a remote drafter, beyond its own time; draft: the drafter's own time; verify: "
                 "the target's forward and sampling.",
                 ["part"], buckets=TOKEN_BUCKETS, registry=registry,

@@ -13,10 +13,10 @@ from collections.abc import Iterator
 import torch
 
 from kvbraid.speculative.captured_context import MOST_CAPTURED_ROWS
+from kvbraid.speculative.padded_fusion import PADDED_SIZES
 from kvbraid.speculative.proposal import DraftSampling, DraftTask
 from kvbraid.speculative.proposer import Proposer
 from kvbraid.speculative.tap_fusion import TapFusion
-from kvbraid.speculative.waiting_taps import padded_sizes
 
 logger = logging.getLogger(__name__)
 
@@ -32,11 +32,8 @@ _DRAWN = DraftSampling(temperature=1.0, signed_key=1)
 
 
 def warm_up_fusion(fusion: TapFusion, dtype: torch.dtype, device: torch.device) -> None:
-    """Fuses zeros of every size that taps are padded to; nothing on a CPU, where nothing is loaded
-    and nothing padded."""
-    if device.type == "cpu":
-        return
-    for num_rows in padded_sizes(fusion.tap_shape, dtype):
+    """Fuses zeros of every size that taps are padded to."""
+    for num_rows in PADDED_SIZES:
         fusion.fuse(torch.zeros(num_rows, *fusion.tap_shape, dtype=dtype, device=device)).cpu()
 
 

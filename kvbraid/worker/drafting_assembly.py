@@ -20,7 +20,7 @@ from kvbraid.speculative.drafter_digest import drafter_digest
 from kvbraid.speculative.drafter_source import OpenedDrafter, open_drafter
 from kvbraid.speculative.embedded_drafting import EmbeddedDrafting
 from kvbraid.speculative.fixed_policy import FixedPolicy
-from kvbraid.speculative.fused_rows import FusedRows
+from kvbraid.speculative.fused_rows import FusedRows, RowsInPlace
 from kvbraid.speculative.verify_budget import WidthRule
 from kvbraid.telemetry.speculation_metrics import SpeculationMetrics
 from kvbraid.transport.draft_terms import DraftPeer, DraftTerms
@@ -195,16 +195,18 @@ def _drafted(
     max_model_len: int,
     on_report: OnReport,
 ) -> DraftedDecoding:
-    assert built.fused_rows is not None
+    rows = built.fused_rows
+    assert rows is not None
     return DraftedDecoding(
         drafting,
-        built.fused_rows,
+        rows,
         _policy(settings.speculative, config, built.verification.width_rule),
         built.verification.drawing,
         logical_page_size=built.pool.stripe.logical_page_size,
         max_model_len=max_model_len,
         vocab_size=built.runner.model.config.vocab_size,
         on_report=on_report,
+        task_rows=rows if settings.speculative.draft_worker else RowsInPlace(rows),
     )
 
 

@@ -27,6 +27,7 @@ from kvbraid.kv.kv_layout import KvLayout
 from kvbraid.kv.page_pool import KvSpec, StripedPagePool
 from kvbraid.model.causal_lm import CausalLM
 from kvbraid.model.config import ModelConfig
+from kvbraid.model.layer_taps import Fusion
 from kvbraid.model.loader import load_model
 from kvbraid.model.parallel import ParallelContext
 from kvbraid.settings import (
@@ -38,6 +39,7 @@ from kvbraid.settings import (
 )
 from kvbraid.speculative.drafter_source import open_drafter
 from kvbraid.speculative.fused_rows import FusedRows
+from kvbraid.speculative.padded_fusion import PaddedFusion
 from kvbraid.speculative.tap_fusion import load_tap_fusion
 from kvbraid.worker.attention_assembly import build_attention
 from kvbraid.worker.drafter_warm_up import warm_up_fusion
@@ -140,9 +142,9 @@ def build_rank(
     state = RankState(limits.max_num_seqs, -(-max_model_len // stripe.logical_page_size))
     spec = kv_spec(config, layout, context.rank, dtype)
     pool = _pool(settings.kv, spec, stripe, state, groups.control, device)
-    fused_rows = _fused_rows(settings, context, config, pool, dtype)
-    layers = None if fused_rows is None else fused_rows.layers
-    rank_model = RankModel(model, built.attention, pool, device, layers)
+    fusion = _fusion(settings, context, config, pool, dtype)
+    fused_rows = None if fusion is None else _fused_rows(fusion, pool, dtype)
+    rank_model = RankModel(model, built.attention, pool, device, fusion)
     forward = _forward(rank_model, limits, built.is_captured)
     runner = _runner(rank_model, forward, state, groups.tp, fused_rows)
     verification = _verification(settings.speculative, model, config, groups.tp)
@@ -203,7 +205,7 @@ def _runner(
         state=state,
         tp_group=group,
         device=rank.device,
-        tap_sink=rows,
+        row_sink=rows,
     )
 
 
@@ -223,23 +225,28 @@ def _max_window(settings: RankSettings, config: ModelConfig) -> int:
     return 1 + settings.speculative.num_drafts(drafter.max_draft_tokens)
 
 
-def _fused_rows(
+def _fusion(
     settings: RankSettings,
     context: RankContext,
     config: ModelConfig,
     pool: StripedPagePool,
     dtype: torch.dtype,
-) -> FusedRows | None:
+) -> Fusion | None:
     """Rank 0 alone feeds the drafter: taps are equal on every rank."""
     path = settings.speculative.checkpoint
     if not path or context.rank > 0:
         return None
     fusion = load_tap_fusion(path, config, dtype=dtype, device=pool.device)
+    if pool.device.type == "cpu":
+        return fusion
     warm_up_fusion(fusion, dtype, pool.device)
+    return PaddedFusion(fusion)
+
+
+def _fused_rows(fusion: Fusion, pool: StripedPagePool, dtype: torch.dtype) -> FusedRows:
     return FusedRows(
-        fusion,
+        fusion.fused_width,
         num_slots=pool.num_slots,
         logical_page_size=pool.stripe.logical_page_size,
         dtype=dtype,
-        pads_taps=pool.device.type != "cpu",
     )

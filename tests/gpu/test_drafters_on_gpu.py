@@ -158,32 +158,25 @@ def test_replayed_bf16_proposals_are_whole_and_real(config: AnyDrafterConfig) ->
             assert all(0 <= level <= 1 for level in answer.confidences)
 
 
-class Halves:
-    """A fusion that takes the mean of two taps."""
-
-    tap_layers = (0, 1)
-    fused_width = 8
-
-    def fuse(self, taps: torch.Tensor) -> torch.Tensor:
-        return taps.mean(1)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_fused_rows_arrive_whatever_is_launched_behind_them(dtype: torch.dtype) -> None:
-    """Taps are memory of a captured graph: the next step writes it while rows may be on the way."""
-    rows = FusedRows(Halves(), num_slots=64, logical_page_size=4, dtype=dtype)
-    taps = torch.empty(3, 2, 8, dtype=dtype, device="cuda")
+    """They lie in memory of a captured graph: the next step writes it while some are on the way."""
+    rows = FusedRows(8, num_slots=64, logical_page_size=4, dtype=dtype)
+    fused = torch.empty(3, 8, dtype=dtype, device="cuda")
     expected = {}
     for step in range(40):
         # Slot 1 is in the sink page: padding.
         slots = np.array([4 + step % 50, 1, 5 + step % 50])
         torch.cuda._sleep(200_000)
-        taps.fill_(step)
-        rows.take(LogicalSlots(slots), taps)
-        taps.fill_(torch.nan)
+        fused.fill_(step)
+        rows.take(LogicalSlots(slots), fused)
+        fused.fill_(torch.nan)
         expected |= {int(slot): float(step) for slot in slots if slot >= 4}
     held = np.array(sorted(expected))
     assert rows.num_missing(LogicalSlots(held)) == 0
+    newest = rows.read_in_place(LogicalSlots(held[-3:]))
+    assert newest.is_cuda
+    assert newest[:, 0].tolist() == [expected[slot] for slot in held[-3:]]
     found = rows.read(LogicalSlots(held))
     assert found.dtype == dtype
     assert found[:, 0].tolist() == [expected[slot] for slot in held]

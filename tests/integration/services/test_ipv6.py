@@ -47,6 +47,7 @@ async def test_a_handed_off_and_drafted_request_over_ipv6(
         assert metrics_of(decode)['kvbraid_rank_up{rank="1"}'] == 1
         pushed = 'kvbraid_handoff_bytes_total{direction="out",mover="grpc_push"}'
         assert metrics_of(prefill)[pushed] > 0
+
         # The service's word that it has them can come behind the answer.
         async def have_come() -> bool:
             return metrics_of(prefill)[SENT_ROWS] == len(reference.prompt_ids)

@@ -8,7 +8,6 @@ from random import Random
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from kvbraid.engine.draft_drawing import CoupledDrawing
 from kvbraid.engine.drafted_decoding import DraftedDecoding
@@ -23,16 +22,6 @@ from tools.toy_rank import PAGE, expected, toy_token
 
 NUM_SLOTS = 64 * PAGE
 VOCAB = 1000
-
-
-class Fused:
-    """A fused row is the token's own id."""
-
-    tap_layers = (0,)
-    fused_width = 1
-
-    def fuse(self, taps: Tensor) -> Tensor:
-        return taps[:, 0]
 
 
 class ToyDrafter:
@@ -117,7 +106,8 @@ class RowKeeper:
 
     def _keep(self, pages: Seq[int], start: int, tokens: Seq[int]) -> None:
         slots = slots_of(pages, np.arange(start, start + len(tokens)), PAGE)
-        self.rows.take(slots, torch.tensor(tokens, dtype=torch.float32)[:, None, None])
+        # A fused row is the token's own id.
+        self.rows.take(slots, torch.tensor(tokens, dtype=torch.float32)[:, None])
 
 
 def drafted_engine(
@@ -126,7 +116,7 @@ def drafted_engine(
     policy: FixedPolicy | None = None,
     **options: int,
 ) -> ScriptedEngine:
-    rows = FusedRows(Fused(), num_slots=NUM_SLOTS, logical_page_size=PAGE, dtype=torch.float32)
+    rows = FusedRows(1, num_slots=NUM_SLOTS, logical_page_size=PAGE, dtype=torch.float32)
     speculation = DraftedDecoding(
         drafter, rows, policy or FixedPolicy(drafter.max_draft_tokens), CoupledDrawing(),
         logical_page_size=PAGE,

@@ -63,15 +63,26 @@ CAPTURED = (
 )
 
 
-@dataclass
-class Taps:
-    """A TapSink that keeps what it is given."""
+class SideBySide:
+    """A Fusion whose row is the taps themselves, one after the other."""
 
-    layers: Sequence[int] = (2, 0)
+    tap_layers = (2, 0)
+
+    def __init__(self, hidden_size: int) -> None:
+        self.fused_width = len(self.tap_layers) * hidden_size
+
+    def fuse(self, taps: Tensor) -> Tensor:
+        return taps.flatten(1).clone()
+
+
+@dataclass
+class Rows:
+    """A RowSink that keeps what it is given."""
+
     taken: list[Tensor] = field(default_factory=list)
 
-    def take(self, slots: LogicalSlots, taps: Tensor) -> None:
-        self.taken.append(taps.cpu()[torch.from_numpy(slots.array >= PAGE_SIZE)])
+    def take(self, slots: LogicalSlots, rows: Tensor) -> None:
+        self.taken.append(rows.cpu()[torch.from_numpy(slots.array >= PAGE_SIZE)])
 
     def renew(self, pages: Sequence[int]) -> None:
         pass
@@ -102,7 +113,7 @@ class Rank:
     runner: ModelRunner
     pool: StripedPagePool
     state: RankState
-    taps: Taps
+    rows: Rows
     forward: StepForward
     logits: list[Tensor] = field(default_factory=list)
 
@@ -139,8 +150,9 @@ def build(
     num_pages = -(-MAX_LEN // stripe.logical_page_size)
     pool = StripedPagePool(kv_spec(model, heads), 1 + NUM_SEQS * num_pages, stripe, device)
     pool.fill_nan()
-    state, taps = RankState(NUM_SEQS, num_pages), Taps()
-    forward = make_forward(RankModel(model, attention, pool, device, taps.layers))
+    state, rows = RankState(NUM_SEQS, num_pages), Rows()
+    fusion = SideBySide(config.hidden_size)
+    forward = make_forward(RankModel(model, attention, pool, device, fusion))
     runner = ModelRunner(
         model=model,
         forward=Poisoned(forward),
@@ -148,9 +160,9 @@ def build(
         state=state,
         tp_group=tp,
         device=device,
-        tap_sink=taps,
+        row_sink=rows,
     )
-    return Rank(runner, pool, state, taps, forward)
+    return Rank(runner, pool, state, rows, forward)
 
 
 def kv_spec(model: CausalLM, heads: HeadLayout) -> KvSpec:
@@ -203,8 +215,8 @@ def step(
 
 def check_equal(ours: Rank, expected: Rank, tolerance: float) -> None:
     """Logits, taps and stored rows of the whole script; no NaN in what was computed."""
-    assert len(ours.logits) == len(ours.taps.taken) + len(UNTAPPED) == len(STEPS) + 2
-    computed = [(ours.logits, expected.logits), (ours.taps.taken, expected.taps.taken)]
+    assert len(ours.logits) == len(ours.rows.taken) + len(UNTAPPED) == len(STEPS) + 2
+    computed = [(ours.logits, expected.logits), (ours.rows.taken, expected.rows.taken)]
     for some, _ in computed:
         assert not any(bool(tensor.isnan().any()) for tensor in some)
     for some, others in [*computed, (ours.stored(), expected.stored())]:

@@ -19,20 +19,6 @@ from kvbraid.transport.draft_grant import DraftGrant
 PAGE, WIDTH = 4, 2
 
 
-class Mean:
-    """Fuses two taps."""
-
-    tap_layers = (0, 1)
-    fused_width = WIDTH
-
-    def __init__(self) -> None:
-        self.num_calls = 0
-
-    def fuse(self, taps: Tensor) -> Tensor:
-        self.num_calls += 1
-        return taps.mean(1)
-
-
 class Outlet:
     """Writes down what is pushed: (first position, values, whether it starts cold)."""
 
@@ -65,10 +51,9 @@ class Worker:
     """Computes prompts of three tokens, each in a page of its own."""
 
     def __init__(self) -> None:
-        self.fusion, self.outlet = Mean(), Outlet()
-        self.rows = FusedRows(
-            self.fusion, num_slots=4096, logical_page_size=PAGE, dtype=torch.float32
-        )
+        self.outlet = Outlet()
+        self.rows = FusedRows(WIDTH, num_slots=4096, logical_page_size=PAGE, dtype=torch.float32)
+        self.num_with_rows = 0
         self.prompts = PromptRows(self.outlet, self.rows, logical_page_size=PAGE)
         self.num_prompts = 0
 
@@ -94,9 +79,10 @@ class Worker:
     def compute(self, sequence: Sequence) -> None:
         """All of it in one step, and the first token; then it ends."""
         first = sequence.pages[0] * PAGE
-        taps = torch.arange(first, first + 3.0)[:, None, None].expand(-1, 2, WIDTH)
+        rows = torch.arange(first, first + 3.0)[:, None].expand(-1, WIDTH)
         if self.prompts.wants_taps:
-            self.rows.take(LogicalSlots(np.arange(first, first + 3)), taps)
+            self.rows.take(LogicalSlots(np.arange(first, first + 3)), rows)
+            self.num_with_rows += 1
         sequence.num_computed_tokens = 3
         sequence.token_ids.append(8)
         self.prompts.draft([sequence])
@@ -112,11 +98,11 @@ def test_the_rows_of_a_granted_prompt_are_pushed() -> None:
     assert worker.outlet.pushed == [(0, [4.0, 5.0, 6.0], False)]
 
 
-def test_where_nobody_drafts_nothing_is_fused() -> None:
+def test_where_nobody_drafts_no_rows_are_made() -> None:
     worker = Worker()
     for _ in range(1000):
         worker.serve(granted=False)
-    assert worker.fusion.num_calls == 0
+    assert worker.num_with_rows < 64
     assert not worker.outlet.pushed
 
 
@@ -149,7 +135,7 @@ def test_a_prefix_of_a_time_without_drafts_starts_cold() -> None:
     sequence.pages[:] = [100, 201]
     sequence.token_ids[:] = list(range(7))
     cast(Any, sequence.request).token_ids = tuple(range(7))
-    worker.rows.take(LogicalSlots(np.arange(804, 807)), torch.ones(3, 2, WIDTH))
+    worker.rows.take(LogicalSlots(np.arange(804, 807)), torch.ones(3, WIDTH))
     sequence.num_computed_tokens = 7
     sequence.token_ids.append(9)
     worker.prompts.draft([sequence])

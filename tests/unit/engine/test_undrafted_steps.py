@@ -7,7 +7,6 @@ from collections.abc import Sequence as Seq
 
 import pytest
 import torch
-from torch import Tensor
 
 from kvbraid.engine.draft_drawing import CoupledDrawing
 from kvbraid.engine.drafted_decoding import DraftedDecoding
@@ -24,7 +23,6 @@ from kvbraid.transport.draft_grant import DraftGrant
 from tests.unit.engine.drafted_engine import (
     NUM_SLOTS,
     VOCAB,
-    Fused,
     RowKeeper,
     ToyDrafter,
     drafted_engine,
@@ -35,15 +33,6 @@ from tools.scripted_engine import Script, ScriptedEngine, key_of
 from tools.toy_rank import PAGE, expected
 
 NUM_SEQUENCES = 6
-
-
-class CountingFusion(Fused):
-    def __init__(self) -> None:
-        self.num_calls = 0
-
-    def fuse(self, taps: Tensor) -> Tensor:
-        self.num_calls += 1
-        return super().fuse(taps)
 
 
 class DearDrafter:
@@ -89,10 +78,9 @@ def losing_policy() -> DraftPolicy:
 
 def losing_engine(
     drafter: DearDrafter,
-    fusion: CountingFusion,
     on_report: Callable[[SpeculationReport], None] = lambda report: None,
 ) -> ScriptedEngine:
-    rows = FusedRows(fusion, num_slots=NUM_SLOTS, logical_page_size=PAGE, dtype=torch.float32)
+    rows = FusedRows(1, num_slots=NUM_SLOTS, logical_page_size=PAGE, dtype=torch.float32)
     speculation = DraftedDecoding(
         drafter, rows, losing_policy(), CoupledDrawing(), logical_page_size=PAGE,
         max_model_len=250, vocab_size=VOCAB, on_report=on_report,
@@ -103,8 +91,8 @@ def losing_engine(
 
 
 def test_a_losing_drafter_is_neither_asked_nor_fed_nor_waited_for() -> None:
-    drafter, fusion = DearDrafter(), CountingFusion()
-    engine = losing_engine(drafter, fusion)
+    drafter = DearDrafter()
+    engine = losing_engine(drafter)
     prompts = {f"s{i}": [i + 1, 2, 3] for i in range(NUM_SEQUENCES)}
 
     def script() -> Script:
@@ -115,12 +103,12 @@ def test_a_losing_drafter_is_neither_asked_nor_fed_nor_waited_for() -> None:
     engine.run(script())
     for name, prompt in prompts.items():
         assert engine.tokens(name) == expected(prompt, 40)
-    assert (drafter.tasks, drafter.awaited, fusion.num_calls) == ([], [], 0)
+    assert (drafter.tasks, drafter.awaited) == ([], [])
 
 
-def test_rows_that_come_for_sequences_that_do_not_draft_meet_no_drafter_and_no_fusion() -> None:
-    drafter, fusion = DearDrafter(), CountingFusion()
-    engine = losing_engine(drafter, fusion)
+def test_rows_that_come_for_sequences_that_do_not_draft_meet_no_drafter() -> None:
+    drafter = DearDrafter()
+    engine = losing_engine(drafter)
     speculation = engine.engine._speculation
     assert isinstance(speculation, DraftedDecoding)
 
@@ -134,7 +122,7 @@ def test_rows_that_come_for_sequences_that_do_not_draft_meet_no_drafter_and_no_f
         yield
 
     engine.run(script())
-    assert (drafter.granted, drafter.tasks, fusion.num_calls) == (["b/0/0"], [], 0)
+    assert (drafter.granted, drafter.tasks) == (["b/0/0"], [])
 
 
 class WaitingPolicy(FixedPolicy):
@@ -159,7 +147,7 @@ def test_prompts_are_taken_for_the_few_sequences_that_a_probe_may_meet(
     steps_to_probe: int, max_tokens: int, num_taken: int
 ) -> None:
     drafter = DearDrafter()
-    engine = losing_engine(drafter, CountingFusion())
+    engine = losing_engine(drafter)
     speculation = engine.engine._speculation
     assert isinstance(speculation, DraftedDecoding)
     speculation.policy = WaitingPolicy(steps_to_probe)
@@ -186,7 +174,7 @@ class FewPolicy(FixedPolicy):
 
 def test_prompts_are_not_taken_for_more_sequences_than_drafting_pays_for() -> None:
     drafter = DearDrafter()
-    engine = losing_engine(drafter, CountingFusion())
+    engine = losing_engine(drafter)
     speculation = engine.engine._speculation
     assert isinstance(speculation, DraftedDecoding)
     speculation.policy = FewPolicy(4)
@@ -205,7 +193,7 @@ def test_prompts_are_not_taken_for_more_sequences_than_drafting_pays_for() -> No
 
 @pytest.mark.parametrize(("steps_to_probe", "is_wanted"), [(64, True), (65, False)])
 def test_rows_are_kept_for_a_probe_that_is_near(steps_to_probe: int, is_wanted: bool) -> None:
-    engine = losing_engine(DearDrafter(), CountingFusion())
+    engine = losing_engine(DearDrafter())
     speculation = engine.engine._speculation
     assert isinstance(speculation, DraftedDecoding)
     speculation.policy = WaitingPolicy(steps_to_probe)
@@ -243,7 +231,7 @@ def test_what_rejected_drafts_left_is_not_taken_for_rows_of_tokens_that_came_whi
 
 def test_a_losing_policy_is_asked_now_and_then_and_told_of_all() -> None:
     reports: list[SpeculationReport] = []
-    engine = losing_engine(DearDrafter(), CountingFusion(), reports.append)
+    engine = losing_engine(DearDrafter(), reports.append)
     speculation = engine.engine._speculation
     assert isinstance(speculation, DraftedDecoding)
     policy = speculation.policy

@@ -89,17 +89,21 @@ class Worker:
         self.shows_outliers = shows_outliers
         self.prompt_seconds = prompt_seconds
         self.num_started = 0
+        # Of them, those to be drafted for at once, whose prompts' rows are taken.
+        self.num_expecting = 0
         self.num_same = self.num_skipped = 0
         self.skipped_seconds: list[float] = []
         self.slots: list[int] = []
         self.done: list[int] = []
         self.met: set[int] = set()
         self.qualities: list[Quality] = []
+        self.batch = batch
         for _ in range(batch):
             self._start()
         self.run = Run()
 
     def _start(self) -> None:
+        self.num_expecting += self.policy.steps_to_drafts(self.batch) == 0
         self.slots.append(self.policy.open())
         self.done.append(0)
         self.qualities.append(self.quality[self.num_started % len(self.quality)])

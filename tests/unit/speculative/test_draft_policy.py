@@ -413,7 +413,12 @@ def test_off_it_need_not_be_asked_about_batches_that_would_not_be_drafted_for() 
     assert policy.stays_plain(8)
     for _ in range(300):
         policy.observe_acceptance(outcome(slots, num_accepted=[3]))
+    assert policy.break_even.credit <= 0
+    assert policy.stays_plain(1), "what was lost must be earned first"
+    assert policy.steps_to_drafts(1) > 64
+    policy.break_even.credit = 0.5
     assert not policy.stays_plain(1), "a new text would be drafted for"
+    assert policy.steps_to_drafts(1) == 0
     assert policy.stays_plain(8)
 
 
@@ -455,6 +460,31 @@ def test_a_hopeless_drafter_costs_little_however_long_prompts_take_it(
     run = run_on_gpu(0.0, batch=8, prompt_seconds=prompt_seconds, num_steps=3000)
     assert run.num_draft_steps > 1, "it is looked at now and then"
     assert run.speed > 0.985
+
+
+@pytest.mark.parametrize(
+    ("batch", "draft_seconds", "prompt_seconds"), [(1, 0.003, 0.002), (8, 0.0015, 0.001)]
+)
+def test_prompts_are_told_for_no_more_sequences_than_may_be_drafted_for(
+    batch: int, draft_seconds: float, prompt_seconds: float
+) -> None:
+    """Texts begin badly, so that drafting is given up again and again while others would pay:
+    taking the rows of all their prompts meanwhile costs more than the drafts that are lost."""
+    policy = DraftPolicy(MAX_DRAFTS, width_rule=best_width, drafts_in_blocks=True)
+    worker = Worker(
+        policy,
+        Machine(lambda b, w: 0.0015, lambda b, k: draft_seconds),
+        batch=batch,
+        num_tokens=96,
+        quality=[lambda num_emitted: 0.45 if num_emitted < 16 else 0.7],
+        seed=1,
+        prompt_seconds=prompt_seconds,
+    )
+    for _ in range(3000):
+        worker.step()
+    assert worker.num_started > 30 * batch
+    assert worker.num_expecting < 0.15 * worker.num_started
+    assert worker.run.speed > 0.985
 
 
 def test_a_good_drafter_is_kept_though_prompts_take_it_long() -> None:
