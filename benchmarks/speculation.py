@@ -39,7 +39,7 @@ from benchmarks.random_drafter import write_random_drafter
 from benchmarks.report import BenchmarkRow, write_report
 from benchmarks.service_streams import Sample, run_streams
 from benchmarks.speculation_rows import Pairs, control_row, rows_of
-from benchmarks.step_parts import StepParts, part_rows, read_parts
+from benchmarks.step_parts import PairedParts, part_rows, read_parts
 from kvbraid.cluster.local_cluster import ClusterSpec
 from kvbraid.cluster.worker_spec import WorkerSpec
 from kvbraid.settled_heap import settle_heap
@@ -179,7 +179,7 @@ def run(options: Options, deadline_s: float) -> Iterator[list[BenchmarkRow]]:
     groups = [(CONTROL, *options.drafters)] if options.is_gpu else [(d,) for d in options.drafters]
     deadline = Deadline(deadline_s, options.generations * len(groups) * len(options.batches))
     found: dict[tuple[int, str], list[tuple[Sample, Sample]]] = defaultdict(list)
-    parts: dict[tuple[int, str], StepParts] = defaultdict(StepParts)
+    parts: dict[tuple[int, str], PairedParts] = defaultdict(PairedParts)
     for group in groups * options.generations:
         with Clusters() as clusters:
             addresses = clusters.start({d: options.spec(d) for d in (PLAIN, *group)})
@@ -188,18 +188,19 @@ def run(options: Options, deadline_s: float) -> Iterator[list[BenchmarkRow]]:
                 warm_up(options, addresses, batch)
                 if options.is_gpu:
                     clusters.share_cores()
-                before = {n: read_parts(a) for n, a in clusters.decode_metrics().items()}
+                metrics = clusters.decode_metrics()
+                before = {name: read_parts(address) for name, address in metrics.items()}
                 measured = measure(options, addresses, batch, deadline.next_case())
+                taken = {n: read_parts(address).since(before[n]) for n, address in metrics.items()}
                 for drafter, pairs in measured.items():
                     found[batch, drafter] += pairs
-                for name, address in clusters.decode_metrics().items():
-                    parts[batch, name] += read_parts(address).since(before[name])
+                    parts[batch, drafter] += PairedParts(taken[PLAIN], taken[drafter])
                 yield rows(found, parts, options)
 
 
 def rows(
     found: Mapping[tuple[int, str], Pairs],
-    parts: Mapping[tuple[int, str], StepParts],
+    parts: Mapping[tuple[int, str], PairedParts],
     options: Options,
 ) -> list[BenchmarkRow]:
     """Of the pairs and step parts by batch and drafter."""
@@ -218,7 +219,7 @@ def rows(
             # Batches of other sizes are added up in another order on GPUs: near ties may flip.
             is_exact=options.dtype == "float32" and not options.is_gpu,
         )
-        made += part_rows(case, parts[batch, PLAIN], parts[batch, drafter])
+        made += part_rows(case, parts[batch, drafter])
     return made
 
 

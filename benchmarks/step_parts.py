@@ -46,6 +46,17 @@ class StepParts:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class PairedParts:
+    """Of a plain cluster and of one with a drafter, which answered the same prompts."""
+
+    plain: StepParts = StepParts()
+    drafted: StepParts = StepParts()
+
+    def __add__(self, other: PairedParts) -> PairedParts:
+        return PairedParts(self.plain + other.plain, self.drafted + other.drafted)
+
+
 def parts_of(page: str) -> StepParts:
     """page: what `/metrics` of a decode worker says."""
     found: dict[tuple[str, str], float] = {}
@@ -69,9 +80,10 @@ def read_parts(address: str) -> StepParts:
         return parts_of(answer.read().decode())
 
 
-def part_rows(case: str, plain: StepParts, drafted: StepParts) -> Iterator[BenchmarkRow]:
+def part_rows(case: str, parts: PairedParts) -> Iterator[BenchmarkRow]:
     """What drafting and verifying took in a step with windows, on average, beside a plain
     cluster's step. None where nothing was drafted."""
+    plain, drafted = parts.plain, parts.drafted
     if not drafted.num_windows or not plain.num_steps:
         return
     step_ms = 1000 * plain.step_s / plain.num_steps

@@ -158,11 +158,12 @@ class _DecodeGraph:
 
     def _compute(self) -> None:
         rank, (hidden, fused) = self._rank, self._outputs
-        fusion = None if fused is None else rank.fusion
-        taps = None if fusion is None else LayerTaps(fusion.tap_layers)
+        taps = None
+        if fused is not None and rank.fusion is not None:
+            taps = LayerTaps(rank.fusion)
         hidden.copy_(rank.model.forward(self._inputs[0], self._inputs[1], self._step, taps))
-        if fusion is not None and fused is not None and taps is not None:
-            fused.copy_(fusion.fuse(taps.stacked()))
+        if fused is not None and taps is not None:
+            fused.copy_(taps.fused())
 
     def _write_inputs(self, batch: StepBatch) -> None:
         # Pinned memory of torch's host allocator is not given out again before the copy is done.

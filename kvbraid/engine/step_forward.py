@@ -87,17 +87,16 @@ class EagerForward:
             decode_plan=None if decode is None else rank.attention.plan_decode(decode, rank.device),
             extend_plan=None if extend is None else rank.attention.plan_extend(extend, rank.device),
         )
-        fusion = rank.fusion if batch.with_taps else None
-        taps = None if fusion is None else LayerTaps(fusion.tap_layers)
+        taps = None
+        if batch.with_taps and rank.fusion is not None:
+            taps = LayerTaps(rank.fusion)
         hidden = rank.model.forward(
             uploaded(torch.from_numpy(batch.token_ids), rank.device),
             uploaded(torch.from_numpy(batch.positions), rank.device),
             step,
             taps,
         )
-        if fusion is None or taps is None:
-            return ForwardOutput(hidden, None)
-        return ForwardOutput(hidden, fusion.fuse(taps.stacked()))
+        return ForwardOutput(hidden, None if taps is None else taps.fused())
 
     def close(self) -> None:
         """Nothing is kept."""

@@ -27,13 +27,13 @@ class Fusion(Protocol):
 
 
 class LayerTaps:
-    """The outputs of `layers` (0-based, full residual stream, before any norm) of one forward."""
+    """The outputs of a fusion's layers (full residual stream, before any norm) of one forward."""
 
-    def __init__(self, layers: Sequence[int], rows: Tensor | None = None) -> None:
-        """rows: [T, len(layers), hidden] that is written; new memory unless given."""
-        self._places = {layer: place for place, layer in enumerate(layers)}
-        self._missing = set(layers)
-        self._rows = rows
+    def __init__(self, fusion: Fusion) -> None:
+        self._fusion = fusion
+        self._places = {layer: place for place, layer in enumerate(fusion.tap_layers)}
+        self._missing = set(fusion.tap_layers)
+        self._rows: Tensor | None = None
 
     def show(self, layer: int, hidden: Tensor) -> None:
         """The output of `layer`, [T, hidden]; later layers may overwrite it, so it is copied."""
@@ -46,8 +46,8 @@ class LayerTaps:
         self._rows[:, place] = hidden
         self._missing.discard(layer)
 
-    def stacked(self) -> Tensor:
-        """[T, taps, hidden] in the order asked for. Raises ValueError for a layer never shown."""
+    def fused(self) -> Tensor:
+        """[T, d]. Raises ValueError for a layer that was never shown."""
         if self._missing or self._rows is None:
             raise ValueError(f"layers {sorted(self._missing)} were not shown: the model has fewer")
-        return self._rows
+        return self._fusion.fuse(self._rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from benchmarks.step_parts import StepParts, part_rows, parts_of
+from benchmarks.step_parts import PairedParts, StepParts, part_rows, parts_of
 from kvbraid.telemetry.engine_metrics import EngineMetrics
 from kvbraid.telemetry.speculation_metrics import SpeculationMetrics
 
@@ -28,7 +28,9 @@ def test_parts_of_steps_are_what_the_worker_observed() -> None:
 
 def test_a_drafted_step_is_compared_with_a_plain_one() -> None:
     plain = StepParts(step_s=4.0, num_steps=2)
-    drafting, verifying = part_rows("m x1", plain, StepParts(3.0, 9.0, 3, 13.0, 4))
+    twice = PairedParts(plain, StepParts(3.0, 9.0, 3, 13.0, 4))
+    drafting, verifying = part_rows("m x1", twice + twice)
     assert (drafting.ours, drafting.peer, drafting.ratio) == pytest.approx((1000, 2000, 0.5))
     assert (verifying.ours, verifying.ratio) == pytest.approx((3000, 1.5))
-    assert list(part_rows("m x1", plain, StepParts(step_s=1.0, num_steps=1))) == []
+    nothing = PairedParts(plain, StepParts(step_s=1.0, num_steps=1))
+    assert list(part_rows("m x1", nothing)) == []
