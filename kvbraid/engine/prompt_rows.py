@@ -19,8 +19,8 @@ from kvbraid.kv.slots import slots_between
 from kvbraid.speculative.fused_rows import FusedRows
 from kvbraid.transport.draft_grant import DraftGrant
 
-# After so many prompts that nobody drafts for, rows are no longer made for the prefix cache: they
-# take a small model a twentieth of the prompt's time.
+# After so many prompts that nobody drafts for, rows are no longer made for the prefix cache: every
+# prompt would take longer for what few of them need.
 _NUM_REMEMBERED = 8
 
 

@@ -22,7 +22,7 @@ class Fusion(Protocol):
         ...
 
     def fuse(self, taps: Tensor) -> Tensor:
-        """[T, taps, hidden] -> [T, d], new memory."""
+        """[T, taps, hidden] -> [T, d], which may lie in the memory of the taps."""
         ...
 
 

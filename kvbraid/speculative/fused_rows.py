@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from attention.kv_rows import on_device
 from kvbraid.kv.slots import LogicalSlots
+from kvbraid.model.layer_taps import Fusion
 
 # Memory on the device for rows that wait there: at most so many bytes and rows.
 _MOST_BYTES = 64 << 20
@@ -24,6 +26,25 @@ _MOST_ROWS = 2048
 _ON_HOST = -1
 
 Int64Array = NDArray[np.int64]
+
+
+class TapsAsRows:
+    """Implements `Fusion` by leaving it to `FusedRows`: a row is its taps, one after the other."""
+
+    def __init__(self, tap_layers: Sequence[int], hidden_size: int) -> None:
+        self.tap_layers = tap_layers
+        self.fused_width = len(tap_layers) * hidden_size
+
+    def fuse(self, taps: Tensor) -> Tensor:
+        """See Fusion."""
+        return taps.flatten(1)
+
+
+class LateFusion(NamedTuple):
+    """taps: what the forward pass makes. fusion: what fuses it when the rows are wanted."""
+
+    taps: TapsAsRows
+    fusion: Fusion
 
 
 class RowsInPlace:
@@ -40,15 +61,25 @@ class FusedRows:
 
     The newest rows wait on the device that made them, until that memory is full or somebody wants
     them in host memory: a step pays for one copy on its device and waits for nothing, and a drafter
-    on the same device finds them there.
+    on the same device finds them there. They may wait unfused: many at a time are fused for next to
+    nothing, where one step's few would read all of `fc`.
     """
 
     def __init__(
-        self, width: int, *, num_slots: int, logical_page_size: int, dtype: torch.dtype
+        self,
+        width: int,
+        *,
+        num_slots: int,
+        logical_page_size: int,
+        dtype: torch.dtype,
+        late: LateFusion | None = None,
     ) -> None:
-        """width: numbers of a row. num_slots: of the KV pool, the sink page included. Memory is
-        touched as it is used."""
+        """width: numbers of a row. num_slots: of the KV pool, the sink page included. late: what
+        fuses rows that `take` gets as taps; unless given, it gets them fused. Memory is touched as
+        it is used."""
         self._width = width
+        self._late = late
+        self._taken_width = width if late is None else late.taps.fused_width
         self._page_size = logical_page_size
         self._dtype = dtype
         # Bytes, for numpy knows no bfloat16. Its copies take one thread: torch's take all cores of
@@ -56,7 +87,8 @@ class FusedRows:
         self._rows: NDArray[np.uint8] = np.empty((num_slots, width * dtype.itemsize), np.uint8)
         self._tap_s = 0.0
         self._is_held: NDArray[np.bool_] = np.zeros(num_slots, dtype=np.bool_)
-        self._most_waiting = max(1, min(_MOST_ROWS, _MOST_BYTES // (width * dtype.itemsize)))
+        taken_bytes = self._taken_width * dtype.itemsize
+        self._most_waiting = max(1, min(_MOST_ROWS, _MOST_BYTES // taken_bytes))
         self._waiting: Tensor | None = None
         self._num_waiting = 0
         # Slots of those that wait, and the place there of each slot's newest row.
@@ -64,8 +96,9 @@ class FusedRows:
         self._places: Int64Array = np.full(num_slots, _ON_HOST, dtype=np.int64)
 
     def take(self, slots: LogicalSlots, rows: Tensor) -> None:
-        """Keep the rows [T, d] of the tokens in `slots`, one each; tokens in the sink page are
-        padding. `rows` may be overwritten afterwards, in the order of the device's stream."""
+        """Keep the rows [T, d] of the tokens in `slots`, one each, fused or not as was said; tokens
+        in the sink page are padding. `rows` may be overwritten afterwards, in the order of the
+        device's stream."""
         began = time.monotonic()
         for start in range(0, len(slots), self._most_waiting):
             part = slice(start, start + self._most_waiting)
@@ -118,8 +151,8 @@ class FusedRows:
             return self.read(slots)
         first, end = int(places[0]), int(places[-1]) + 1
         if end - first == len(places) and (np.diff(places) == 1).all():
-            return self._waiting[first:end]
-        return self._waiting.index_select(0, on_device(places, self._waiting.device))
+            return self._fused(self._waiting[first:end])
+        return self._fused(self._waiting.index_select(0, on_device(places, self._waiting.device)))
 
     def _keep_waiting(self, slots: Int64Array, rows: Tensor) -> None:
         if self._num_waiting + len(slots) > self._most_waiting:
@@ -127,7 +160,8 @@ class FusedRows:
         if self._waiting is None:
             # Steps run in inference mode, but a tensor made there could be written only there.
             with torch.inference_mode(False):
-                self._waiting = rows.new_empty(self._most_waiting, self._width, dtype=self._dtype)
+                shape = (self._most_waiting, self._taken_width)
+                self._waiting = rows.new_empty(shape, dtype=self._dtype)
         begin, self._num_waiting = self._num_waiting, self._num_waiting + len(slots)
         self._waiting[begin : self._num_waiting].copy_(rows)
         self._waiting_slots[begin : self._num_waiting] = slots
@@ -141,9 +175,16 @@ class FusedRows:
         slots = self._waiting_slots[: self._num_waiting]
         is_newest = self._places[slots] == np.arange(self._num_waiting)
         newest = slots[is_newest]
-        self._rows[newest] = self._bytes(self._waiting[: self._num_waiting])[is_newest]
+        self._rows[newest] = self._bytes(self._fused(self._waiting[: self._num_waiting]))[is_newest]
         self._places[newest] = _ON_HOST
         self._num_waiting = 0
+
+    def _fused(self, waiting: Tensor) -> Tensor:
+        if self._late is None:
+            return waiting
+        fusion = self._late.fusion
+        with torch.inference_mode():
+            return fusion.fuse(waiting.view(len(waiting), len(fusion.tap_layers), -1))
 
     def _bytes(self, rows: Tensor) -> NDArray[np.uint8]:
         """[n, d] in any place and dtype -> [n, bytes of a row]."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -38,7 +38,7 @@ from kvbraid.settings import (
     SpeculativeSettings,
 )
 from kvbraid.speculative.drafter_source import open_drafter
-from kvbraid.speculative.fused_rows import FusedRows
+from kvbraid.speculative.fused_rows import FusedRows, LateFusion, TapsAsRows
 from kvbraid.speculative.padded_fusion import PaddedFusion
 from kvbraid.speculative.tap_fusion import load_tap_fusion
 from kvbraid.worker.attention_assembly import build_attention
@@ -142,11 +142,10 @@ def build_rank(
     state = RankState(limits.max_num_seqs, -(-max_model_len // stripe.logical_page_size))
     spec = kv_spec(config, layout, context.rank, dtype)
     pool = _pool(settings.kv, spec, stripe, state, groups.control, device)
-    fusion = _fusion(settings, context, config, pool, dtype)
-    fused_rows = None if fusion is None else _fused_rows(fusion, pool, dtype)
-    rank_model = RankModel(model, built.attention, pool, device, fusion)
+    rows = _drafter_rows(settings, context, config, pool, dtype)
+    rank_model = RankModel(model, built.attention, pool, device, rows.fusion)
     forward = _forward(rank_model, limits, built.is_captured)
-    runner = _runner(rank_model, forward, state, groups.tp, fused_rows)
+    runner = _runner(rank_model, forward, state, groups.tp, rows.kept)
     verification = _verification(settings.speculative, model, config, groups.tp)
     return BuiltRank(
         executor=RankExecutor(
@@ -167,7 +166,7 @@ def build_rank(
         device=device,
         dtype=dtype,
         verification=verification,
-        fused_rows=fused_rows,
+        fused_rows=rows.kept,
     )
 
 
@@ -225,28 +224,43 @@ def _max_window(settings: RankSettings, config: ModelConfig) -> int:
     return 1 + settings.speculative.num_drafts(drafter.max_draft_tokens)
 
 
-def _fusion(
+class _DrafterRows(NamedTuple):
+    """fusion: what the forward pass does with its taps. Both None on ranks that feed no drafter."""
+
+    fusion: Fusion | None
+    kept: FusedRows | None
+
+
+def _drafter_rows(
     settings: RankSettings,
     context: RankContext,
     config: ModelConfig,
     pool: StripedPagePool,
     dtype: torch.dtype,
-) -> Fusion | None:
-    """Rank 0 alone feeds the drafter: taps are equal on every rank."""
+) -> _DrafterRows:
+    """Rank 0 alone feeds the drafter: taps are equal on every rank.
+
+    GPUs fuse in the forward pass, and in its graphs: launches of its own would take longer. CPUs
+    fuse many steps' taps together.
+    """
     path = settings.speculative.checkpoint
     if not path or context.rank > 0:
-        return None
+        return _DrafterRows(None, None)
     fusion = load_tap_fusion(path, config, dtype=dtype, device=pool.device)
     if pool.device.type == "cpu":
-        return fusion
+        taps = TapsAsRows(fusion.tap_layers, config.hidden_size)
+        return _DrafterRows(taps, _fused_rows(fusion, pool, dtype, LateFusion(taps, fusion)))
     warm_up_fusion(fusion, dtype, pool.device)
-    return PaddedFusion(fusion)
+    return _DrafterRows(PaddedFusion(fusion), _fused_rows(fusion, pool, dtype))
 
 
-def _fused_rows(fusion: Fusion, pool: StripedPagePool, dtype: torch.dtype) -> FusedRows:
+def _fused_rows(
+    fusion: Fusion, pool: StripedPagePool, dtype: torch.dtype, late: LateFusion | None = None
+) -> FusedRows:
     return FusedRows(
         fusion.fused_width,
         num_slots=pool.num_slots,
         logical_page_size=pool.stripe.logical_page_size,
         dtype=dtype,
+        late=late,
     )

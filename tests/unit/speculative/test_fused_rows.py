@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvbraid.kv.slots import LogicalSlots
 from kvbraid.speculative import fused_rows
-from kvbraid.speculative.fused_rows import FusedRows, RowsInPlace
+from kvbraid.speculative.fused_rows import FusedRows, LateFusion, RowsInPlace, TapsAsRows
 
 PAGE, WIDTH = 4, 3
 
@@ -134,6 +134,58 @@ def test_rows_of_slots_that_were_forgotten_are_missing_until_there_are_new_ones(
     rows.take(slots(10), rows_of(5))
     assert rows.num_missing(slots(8, 9, 10)) == 2
     assert read(rows, slots(8, 10))[:, 0].tolist() == [1, 5]
+
+
+class Mean:
+    """A fusion that takes the mean of two taps."""
+
+    tap_layers = (0, 1)
+    fused_width = WIDTH
+
+    def __init__(self) -> None:
+        self.num_fused: list[int] = []
+
+    def fuse(self, taps: torch.Tensor) -> torch.Tensor:
+        self.num_fused.append(len(taps))
+        return taps.mean(1)
+
+
+def late_rows(fusion: Mean) -> tuple[FusedRows, TapsAsRows]:
+    taps = TapsAsRows(fusion.tap_layers, WIDTH)
+    rows = FusedRows(
+        WIDTH, num_slots=8192, logical_page_size=PAGE, dtype=torch.float32,
+        late=LateFusion(taps, fusion),
+    )  # fmt: skip
+    return rows, taps
+
+
+def two_taps(*values: float) -> torch.Tensor:
+    """Taps whose mean has these values."""
+    return torch.stack((rows_of(*values) - 1, rows_of(*values) + 1), dim=1)
+
+
+def test_taps_that_nobody_reads_are_fused_together_and_do_not_pile_up() -> None:
+    fusion = Mean()
+    rows, taps = late_rows(fusion)
+    for step in range(7000):
+        rows.take(slots(4 + step), taps.fuse(two_taps(step)))
+    assert fusion.num_fused == [2048] * 3
+    assert rows.read(slots(4, 503, 7003))[:, 0].tolist() == [0, 499, 6999]
+    assert fusion.num_fused == [2048] * 3 + [7000 - 3 * 2048]
+
+
+def test_late_rows_are_fused_for_whoever_reads_them() -> None:
+    fusion = Mean()
+    rows, taps = late_rows(fusion)
+    rows.put(slots(7), rows_of(9))
+    rows.take(slots(8, 9, 10), taps.fuse(two_taps(1, 2, 3)))
+    rows.take(slots(10, 16), taps.fuse(two_taps(4, 5)))
+    assert rows.read_in_place(slots(8, 9))[:, 0].tolist() == [1, 2]
+    assert rows.read_in_place(slots(16, 8, 10))[:, 2].tolist() == [5, 1, 4]
+    assert fusion.num_fused == [2, 3], "those that were asked for"
+    assert rows.read(slots(7))[:, 0].tolist() == [9]
+    assert fusion.num_fused == [2, 3]
+    assert rows.read(slots(7, 10, 16))[:, 1].tolist() == [9, 4, 5]
 
 
 STEPS = st.lists(
