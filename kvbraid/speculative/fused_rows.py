@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from attention.kv_rows import on_device
 from kvbraid.kv.slots import LogicalSlots
-from kvbraid.model.layer_taps import Fusion
+from kvbraid.speculative.late_fusion import LateFusion
 
 # Memory on the device for rows that wait there: at most so many bytes and rows.
 _MOST_BYTES = 64 << 20
@@ -26,25 +25,6 @@ _MOST_ROWS = 2048
 _ON_HOST = -1
 
 Int64Array = NDArray[np.int64]
-
-
-class TapsAsRows:
-    """Implements `Fusion` by leaving it to `FusedRows`: a row is its taps, one after the other."""
-
-    def __init__(self, tap_layers: Sequence[int], hidden_size: int) -> None:
-        self.tap_layers = tap_layers
-        self.fused_width = len(tap_layers) * hidden_size
-
-    def fuse(self, taps: Tensor) -> Tensor:
-        """See Fusion."""
-        return taps.flatten(1)
-
-
-class LateFusion(NamedTuple):
-    """taps: what the forward pass makes. fusion: what fuses it when the rows are wanted."""
-
-    taps: TapsAsRows
-    fusion: Fusion
 
 
 class RowsInPlace:

@@ -38,7 +38,8 @@ from kvbraid.settings import (
     SpeculativeSettings,
 )
 from kvbraid.speculative.drafter_source import open_drafter
-from kvbraid.speculative.fused_rows import FusedRows, LateFusion, TapsAsRows
+from kvbraid.speculative.fused_rows import FusedRows
+from kvbraid.speculative.late_fusion import LateFusion, TapsAsRows
 from kvbraid.speculative.padded_fusion import PaddedFusion
 from kvbraid.speculative.tap_fusion import load_tap_fusion
 from kvbraid.worker.attention_assembly import build_attention

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from kvbraid.kv.slots import LogicalSlots
 from kvbraid.speculative import fused_rows
-from kvbraid.speculative.fused_rows import FusedRows, LateFusion, RowsInPlace, TapsAsRows
+from kvbraid.speculative.fused_rows import FusedRows, RowsInPlace
+from kvbraid.speculative.late_fusion import LateFusion, TapsAsRows
 
 PAGE, WIDTH = 4, 3
 
