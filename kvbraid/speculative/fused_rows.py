@@ -85,7 +85,6 @@ class FusedRows:
             self._keep_waiting(slots.array[part], rows[part])
         self._is_held[slots.array] = True
         self._is_held[: self._page_size] = False
-        self._places[: self._page_size] = _ON_HOST
         self._tap_s += time.monotonic() - began
 
     def put(self, slots: LogicalSlots, rows: Tensor) -> None:

@@ -14,8 +14,9 @@ from kvbraid.kv.slots import LogicalSlots
 from kvbraid.speculative import fused_rows
 from kvbraid.speculative.fused_rows import FusedRows, RowsInPlace
 from kvbraid.speculative.late_fusion import LateFusion, TapsAsRows
+from tests.unit.speculative.mean_fusion import WIDTH, Mean
 
-PAGE, WIDTH = 4, 3
+PAGE = 4
 
 Read = Callable[[FusedRows, LogicalSlots], torch.Tensor]
 EITHER_WAY = pytest.mark.parametrize("read", [FusedRows.read, FusedRows.read_in_place])
@@ -103,6 +104,7 @@ def test_rows_that_all_wait_are_read_where_they_are() -> None:
     scattered = in_place.read(slots(8, 10, 16))
     assert scattered[:, 0].tolist() == [1, 3, 4]
     assert rows._num_waiting == 5, "nothing was moved to the host"
+    assert in_place.read(slots(8, 10, 9, 16))[:, 0].tolist() == [1, 3, 2, 4], "in another order"
     assert in_place.read(slots(7, 8))[:, 0].tolist() == [9, 1]
     assert in_place.read(slots(16, 17))[:, 0].tolist() == [4, 5]
 
@@ -135,20 +137,6 @@ def test_rows_of_slots_that_were_forgotten_are_missing_until_there_are_new_ones(
     rows.take(slots(10), rows_of(5))
     assert rows.num_missing(slots(8, 9, 10)) == 2
     assert read(rows, slots(8, 10))[:, 0].tolist() == [1, 5]
-
-
-class Mean:
-    """A fusion that takes the mean of two taps."""
-
-    tap_layers = (0, 1)
-    fused_width = WIDTH
-
-    def __init__(self) -> None:
-        self.num_fused: list[int] = []
-
-    def fuse(self, taps: torch.Tensor) -> torch.Tensor:
-        self.num_fused.append(len(taps))
-        return taps.mean(1)
 
 
 def late_rows(fusion: Mean) -> tuple[FusedRows, TapsAsRows]:

@@ -7,22 +7,7 @@ import torch
 
 from kvbraid.speculative import padded_fusion
 from kvbraid.speculative.padded_fusion import PADDED_SIZES, PaddedFusion
-
-WIDTH = 3
-
-
-class Mean:
-    """A fusion that takes the mean of two taps."""
-
-    tap_layers = (0, 1)
-    fused_width = WIDTH
-
-    def __init__(self) -> None:
-        self.num_fused: list[int] = []
-
-    def fuse(self, taps: torch.Tensor) -> torch.Tensor:
-        self.num_fused.append(len(taps))
-        return taps.mean(1)
+from tests.unit.speculative.mean_fusion import WIDTH, Mean
 
 
 def taps(number: int) -> torch.Tensor:
