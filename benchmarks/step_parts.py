@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from operator import add, sub
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -27,23 +28,11 @@ class StepParts:
     num_steps: float = 0.0
 
     def __add__(self, other: StepParts) -> StepParts:
-        return StepParts(
-            self.draft_s + other.draft_s,
-            self.verify_s + other.verify_s,
-            self.num_windows + other.num_windows,
-            self.step_s + other.step_s,
-            self.num_steps + other.num_steps,
-        )
+        return StepParts(*map(add, astuple(self), astuple(other)))
 
     def since(self, earlier: StepParts) -> StepParts:
         """What came after `earlier`, of the same worker."""
-        return self + StepParts(
-            -earlier.draft_s,
-            -earlier.verify_s,
-            -earlier.num_windows,
-            -earlier.step_s,
-            -earlier.num_steps,
-        )
+        return StepParts(*map(sub, astuple(self), astuple(earlier)))
 
 
 @dataclass(frozen=True, slots=True)

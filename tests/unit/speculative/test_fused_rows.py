@@ -88,8 +88,9 @@ def test_wide_rows_wait_in_bounded_memory(monkeypatch: pytest.MonkeyPatch, read:
         rows.take(slots(4 + step), rows_of(step))
     rows.take(slots(*range(100, 125)), rows_of(*range(25)))
     assert read(rows, slots(43, 100, 109, 110, 124))[:, 0].tolist() == [39, 0, 9, 10, 24]
-    assert rows._waiting is not None
-    assert rows._waiting.nbytes == 10 * rows_of(0).nbytes
+    rows.take(slots(200), rows_of(5))
+    memory = rows.read_in_place(slots(200)).untyped_storage()
+    assert memory.nbytes() == 10 * rows_of(0).nbytes
 
 
 def test_rows_that_all_wait_are_read_where_they_are() -> None:
@@ -97,13 +98,12 @@ def test_rows_that_all_wait_are_read_where_they_are() -> None:
     rows.put(slots(7), rows_of(9))
     rows.take(slots(8, 9, 10), rows_of(1, 2, 3))
     rows.take(slots(16, 17), rows_of(4, 5))
-    memory = rows._waiting
-    assert memory is not None
     in_place = RowsInPlace(rows)
+    memory = in_place.read(slots(8, 9, 10))
     assert in_place.read(slots(9, 10)).data_ptr() == memory[1:].data_ptr(), "not even copied"
     scattered = in_place.read(slots(8, 10, 16))
     assert scattered[:, 0].tolist() == [1, 3, 4]
-    assert rows._num_waiting == 5, "nothing was moved to the host"
+    assert in_place.read(slots(8)).data_ptr() == memory.data_ptr(), "nothing was moved to the host"
     assert in_place.read(slots(8, 10, 9, 16))[:, 0].tolist() == [1, 3, 2, 4], "in another order"
     assert in_place.read(slots(7, 8))[:, 0].tolist() == [9, 1]
     assert in_place.read(slots(16, 17))[:, 0].tolist() == [4, 5]
@@ -191,9 +191,9 @@ def test_whoever_reads_when_gets_what_was_kept_last(
     steps: list[tuple[str, list[int]]],
 ) -> None:
     """Against a dictionary, with room for seven rows that wait."""
-    rows = new_rows(num_slots=16)
-    rows._most_waiting = 7
-    rows._waiting_slots = np.empty(7, dtype=np.int64)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fused_rows, "_MOST_ROWS", 7)
+        rows = new_rows(num_slots=16)
     kept: dict[int, float] = {}
     for number, (what, places) in enumerate(steps):
         if what in ("take", "put"):
