@@ -66,7 +66,9 @@ def load(config: DraftConfig, epoch: int) -> LoadedDrafter:
         max_sequences=config.draft.max_sequences,
         max_len=max_position,
     )
-    warm_up_proposer(proposer, dtype, device, terms.max_draft_tokens)
+    warm_up_proposer(
+        proposer, dtype, device, max_drafts=terms.max_draft_tokens, max_len=max_position
+    )
     return LoadedDrafter(proposer, terms, num_tokens, device)
 
 

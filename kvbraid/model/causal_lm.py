@@ -11,7 +11,8 @@ from attention.interface import GQAGeometry, MLAGeometry
 from kvbraid.model.attention_port import LayerAttention
 from kvbraid.model.config import ModelConfig
 from kvbraid.model.layer_taps import LayerTaps
-from kvbraid.model.layers import RMSNorm, VocabularyShard
+from kvbraid.model.layers import VocabularyShard
+from kvbraid.model.rms_norm import RMSNorm
 from kvbraid.model.rope import RopeTables, Rotary
 
 

@@ -14,7 +14,6 @@ from kvbraid.model.config import MLAConfig, ModelConfig
 from kvbraid.model.layers import (
     GatedMLP,
     Projection,
-    RMSNorm,
     load_mlp,
     load_norm,
     sum_over_ranks,
@@ -22,6 +21,7 @@ from kvbraid.model.layers import (
 from kvbraid.model.llama import load_output
 from kvbraid.model.moe import MoELayer, load_moe
 from kvbraid.model.parallel import ParallelContext
+from kvbraid.model.rms_norm import RMSNorm
 from kvbraid.model.rope import RopeTables, rotate
 from kvbraid.model.weight_reader import WeightReader
 

@@ -13,12 +13,12 @@ from kvbraid.model.config import ModelConfig
 from kvbraid.model.layers import (
     GatedMLP,
     Projection,
-    RMSNorm,
     load_mlp,
     load_norm,
     sum_over_ranks,
 )
 from kvbraid.model.parallel import ParallelContext
+from kvbraid.model.rms_norm import RMSNorm, rms_norm
 from kvbraid.model.rope import RopeTables, rotate
 from kvbraid.model.weight_reader import WeightReader
 
@@ -120,7 +120,7 @@ def _load_qk_norm(
     )
     num_q_heads, num_kv_heads = len(parallel.q_heads), len(parallel.heads.group_kv_heads)
     weight = torch.cat((query.expand(num_q_heads, dim), key.expand(num_kv_heads, dim)))
-    return RMSNorm(weight, config.rms_norm_eps)
+    return rms_norm(weight, config.rms_norm_eps, reader.dtype)
 
 
 def load_output(

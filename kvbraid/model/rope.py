@@ -23,18 +23,20 @@ class Rotary:
     """Rotates heads in the half-split layout: number j is paired with number j + D/2."""
 
     def __init__(self, rope: RopeConfig, dim: int, device: torch.device) -> None:
-        self._frequencies = inverse_frequencies(rope, dim).to(device)
+        pairs = inverse_frequencies(rope, dim).to(device)
+        # Of the cosines, then of the signed sines: a step's tables take five launches.
+        self._frequencies = torch.cat((pairs, pairs, -pairs, pairs))
         self._factor = rope.cos_sin_factor
 
     def tables(self, positions: Tensor, dtype: torch.dtype) -> RopeTables:
         """positions: int64 [T]. Angles are fp32 whatever the dtype of the tables."""
-        angles = positions[:, None].float() * self._frequencies
-        cos = angles.cos().mul_(self._factor)
-        sin = angles.sin().mul_(self._factor)
-        return RopeTables(
-            torch.cat((cos, cos), -1).to(dtype)[:, None],
-            torch.cat((-sin, sin), -1).to(dtype)[:, None],
-        )
+        angles = (positions[:, None] * self._frequencies)[:, None]
+        of_cos, of_sin = angles.chunk(2, -1)
+        cos, signed_sin = of_cos.cos(), of_sin.sin()
+        if self._factor != 1.0:
+            cos.mul_(self._factor)
+            signed_sin.mul_(self._factor)
+        return RopeTables(cos.to(dtype), signed_sin.to(dtype))
 
 
 def rotate(heads: Tensor, tables: RopeTables) -> Tensor:

@@ -16,7 +16,8 @@ from kvbraid.errors import CheckpointError
 from kvbraid.model.attention_port import LayerAttention
 from kvbraid.model.config import MLAConfig, attention_scale
 from kvbraid.model.deepseek import LATENT_NORM_EPS, load_expansion, load_latent, load_query
-from kvbraid.model.layers import Projection, RMSNorm, load_norm
+from kvbraid.model.layers import Projection, load_norm
+from kvbraid.model.rms_norm import RMSNorm
 from kvbraid.model.rope import RopeTables, rotate
 from kvbraid.model.weight_reader import WeightReader
 from kvbraid.speculative.drafter_config import DrafterConfig

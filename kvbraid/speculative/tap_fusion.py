@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from kvbraid.model.config import ModelConfig
-from kvbraid.model.layers import Projection, RMSNorm, load_norm
+from kvbraid.model.layers import Projection, load_norm
+from kvbraid.model.rms_norm import rms_norm
 from kvbraid.model.weight_reader import WeightReader
 from kvbraid.speculative.drafter_config import AnyDrafterConfig, DrafterConfig, Eagle3Config
 from kvbraid.speculative.drafter_source import open_drafter
@@ -84,7 +85,7 @@ def _norms_before(config: Eagle3Config, reader: WeightReader) -> list[Callable[[
             reader.take(f"fc_norm.{i}.weight", (width,), dtype=torch.float32)
             for i in range(num_taps)
         ]
-        norms.append(RMSNorm(torch.stack(weights), config.rms_norm_eps).forward)
+        norms.append(rms_norm(torch.stack(weights), config.rms_norm_eps, reader.dtype).forward)
     if config.norm_before_fc:
         norm = load_norm(reader, "input_norm", num_taps * width, config.rms_norm_eps)
         norms.append(lambda taps: norm.forward(taps.flatten(1)))

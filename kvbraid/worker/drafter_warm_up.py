@@ -20,8 +20,6 @@ from kvbraid.speculative.tap_fusion import TapFusion
 
 logger = logging.getLogger(__name__)
 
-# What rows of prompts are padded to.
-_NUM_ROWS = tuple(1 << i for i in range(MOST_CAPTURED_ROWS.bit_length()))
 # Larger batches seldom draft, and meet their sizes in use.
 _MOST_SEQUENCES = 64
 # What is left after so long is met in use.
@@ -38,20 +36,27 @@ def warm_up_fusion(fusion: TapFusion, dtype: torch.dtype, device: torch.device) 
 
 
 def warm_up_proposer(
-    proposer: Proposer, dtype: torch.dtype, device: torch.device, max_drafts: int
+    proposer: Proposer,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    max_drafts: int,
+    max_len: int,
 ) -> None:
-    """Drafts up to max_drafts tokens behind rows of zeros, which it forgets; nothing on a CPU."""
+    """Drafts up to max_drafts tokens behind at most max_len rows of zeros, which it forgets;
+    nothing on a CPU."""
     if device.type == "cpu":
         return
     began = time.monotonic()
-    draft_behind_prompts(proposer, dtype)
+    draft_behind_prompts(proposer, dtype, max_len)
     draft_in_batches(proposer, dtype, max_drafts)
     logger.info("the drafter is warm after %.1f s", time.monotonic() - began)
 
 
-def draft_behind_prompts(proposer: Proposer, dtype: torch.dtype) -> None:
-    """A step of each size; no sequence is left."""
-    for num_rows in _NUM_ROWS:
+def draft_behind_prompts(proposer: Proposer, dtype: torch.dtype, max_len: int) -> None:
+    """A step of each size that rows of prompts are padded to, up to that of max_len rows; no
+    sequence is left."""
+    for num_rows in _powers_of_two(min(max_len, MOST_CAPTURED_ROWS)):
         proposer.step([_task(proposer, dtype, _KEY, num_rows, proposer.max_draft_tokens)])
     proposer.drop(_KEY)
 
@@ -60,7 +65,7 @@ def draft_in_batches(proposer: Proposer, dtype: torch.dtype, max_drafts: int) ->
     """Steps of every usual batch, after windows of every width, greedy and drawn; no sequence is
     left."""
     give_up = time.monotonic() + _LONGEST_S
-    for size in _batch_sizes(proposer.max_sequences):
+    for size in _powers_of_two(min(proposer.max_sequences, _MOST_SEQUENCES)):
         if time.monotonic() > give_up:
             return
         keys = [f"{_KEY}-{i}" for i in range(size)]
@@ -74,13 +79,12 @@ def draft_in_batches(proposer: Proposer, dtype: torch.dtype, max_drafts: int) ->
             proposer.drop(key)
 
 
-def _batch_sizes(max_sequences: int) -> Iterator[int]:
-    """Powers of two and the most."""
-    most = min(max_sequences, _MOST_SEQUENCES)
-    size = 1
-    while size < most:
-        yield size
-        size *= 2
+def _powers_of_two(most: int) -> Iterator[int]:
+    """And the most."""
+    number = 1
+    while number < most:
+        yield number
+        number *= 2
     yield most
 
 

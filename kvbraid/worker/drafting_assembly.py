@@ -108,7 +108,9 @@ def _embedded(
         max_len=max_model_len,
     )
     max_drafts = speculative.num_drafts(config.max_draft_tokens)
-    warm_up_proposer(proposer, built.dtype, built.device, max_drafts)
+    warm_up_proposer(
+        proposer, built.dtype, built.device, max_drafts=max_drafts, max_len=max_model_len
+    )
     return EmbeddedDrafting(proposer, max_drafts)
 
 

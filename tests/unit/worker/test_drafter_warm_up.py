@@ -45,7 +45,7 @@ class Recorder:
 
 def test_it_drafts_behind_prompts_and_forgets_them() -> None:
     drafter = Recorder()
-    draft_behind_prompts(cast(Proposer, cast(Any, drafter)), torch.bfloat16)
+    draft_behind_prompts(cast(Proposer, cast(Any, drafter)), torch.bfloat16, max_len=4096)
     assert not drafter.held
     sizes = [len(task.rows) for task in drafter.tasks]
     assert (sizes[0], sizes[-1]) == (1, 1024)
@@ -54,8 +54,30 @@ def test_it_drafts_behind_prompts_and_forgets_them() -> None:
 
 def test_a_cpu_has_nothing_to_load() -> None:
     drafter = Recorder()
-    warm_up_proposer(cast(Proposer, cast(Any, drafter)), torch.float32, torch.device("cpu"), 2)
+    warm_up_proposer(
+        cast(Proposer, cast(Any, drafter)),
+        torch.float32,
+        torch.device("cpu"),
+        max_drafts=2,
+        max_len=64,
+    )
     assert not drafter.tasks
+
+
+@pytest.mark.parametrize("config", [eagle3_config(), dspark_config()], ids=["eagle3", "dspark"])
+def test_prompts_are_no_longer_than_sequences_may_be(config: AnyDrafterConfig) -> None:
+    """Graphs have no room for more, where the KV has it; what is within needs no new one."""
+    graphs, max_len = RerunGraphs(), 40
+    proposer = captured_proposer(
+        random_drafter(config).load(), graphs, max_len=max_len, num_kv_tokens=2048, max_sequences=4
+    )
+    draft_behind_prompts(proposer, torch.float32, max_len)
+    assert proposer.num_sequences == 0
+    captured = graphs.num_captures
+    stream = random_stream("a", max_len, config.hidden_size, seed=1)
+    for num_rows in range(1, max_len + 1):
+        proposer.step([stream.task(num_rows, proposer.max_draft_tokens, first=0)])
+    assert graphs.num_captures == captured
 
 
 @pytest.mark.parametrize("config", [eagle3_config(), dspark_config()], ids=["eagle3", "dspark"])
