@@ -119,10 +119,11 @@ async def _stream(
     async for response in stub.Generate(request, timeout=_TIMEOUT_S):
         chunk = response.chunk
         tokens += chunk.token_ids
-        if chunk.num_draft_tokens:
-            num_steps += 1
-            windows.append((chunk.num_draft_tokens, chunk.num_accepted_tokens))
-        else:
-            # A token a step, but a message may bring those of several.
-            num_steps += len(chunk.token_ids)
+        # A message may bring several steps; where none has drafts, each has a token.
+        num_steps += len(chunk.windows) or len(chunk.token_ids)
+        windows += (
+            (window.num_draft_tokens, window.num_accepted_tokens)
+            for window in chunk.windows
+            if window.num_draft_tokens
+        )
     return Stream(tuple(tokens), tuple(windows), num_steps)

@@ -79,18 +79,44 @@ class Usage:
     num_accepted_tokens: int = 0
 
 
+class DraftWindow(NamedTuple):
+    """What one step verified of one sequence: draft tokens, 0 of them in a plain step, and how many
+    came true."""
+
+    num_drafts: int
+    num_accepted: int
+
+
+_PLAIN_STEP = DraftWindow(0, 0)
+
+
 class TokenChunk(NamedTuple):
     """Tokens of one engine step of one sequence, or of several that were not told apart;
     `finish_reason` is set on the last.
 
-    num_drafts: draft tokens that were verified; num_accepted: of them, how many came true.
+    windows: one a step, in order; none where no step verified drafts. A step emits a token more
+    than came true of its drafts, or as many where the last of these ends the sequence.
     """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[PositionLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
-    num_drafts: int = 0
-    num_accepted: int = 0
+    windows: tuple[DraftWindow, ...] = ()
+
+    @property
+    def num_drafts(self) -> int:
+        """Draft tokens that were verified."""
+        return sum(window.num_drafts for window in self.windows)
+
+    @property
+    def num_accepted(self) -> int:
+        """Of them, how many came true."""
+        return sum(window.num_accepted for window in self.windows)
+
+    @property
+    def steps(self) -> tuple[DraftWindow, ...]:
+        """One window a step, also where none verified drafts."""
+        return self.windows or (_PLAIN_STEP,) * len(self.token_ids)
 
     def followed_by(self, later: TokenChunk) -> TokenChunk:
         """This one, which is not the last, and the next of its sequence as one."""
@@ -98,8 +124,7 @@ class TokenChunk(NamedTuple):
             self.token_ids + later.token_ids,
             self.logprobs + later.logprobs,
             later.finish_reason,
-            self.num_drafts + later.num_drafts,
-            self.num_accepted + later.num_accepted,
+            self.steps + later.steps if self.windows or later.windows else (),
         )
 
     def cut(self, num_tokens: int, finish_reason: FinishReason | None) -> TokenChunk:
@@ -107,12 +132,14 @@ class TokenChunk(NamedTuple):
         nobody."""
         if num_tokens == len(self.token_ids) and finish_reason is self.finish_reason:
             return self
+        windows, num_left = [], num_tokens
+        for window in self.windows:
+            if num_left <= 0:
+                break
+            windows.append(window._replace(num_accepted=min(window.num_accepted, num_left)))
+            num_left -= window.num_accepted + 1
         return TokenChunk(
-            self.token_ids[:num_tokens],
-            self.logprobs[:num_tokens],
-            finish_reason,
-            self.num_drafts,
-            min(self.num_accepted, num_tokens),
+            self.token_ids[:num_tokens], self.logprobs[:num_tokens], finish_reason, tuple(windows)
         )
 
 

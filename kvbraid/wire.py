@@ -12,6 +12,7 @@ from typing import Any
 from kvbraid.errors import InvalidRequestError
 from kvbraid.request import (
     ChatMessage,
+    DraftWindow,
     FinishReason,
     PositionLogprobs,
     RequestRef,
@@ -71,8 +72,10 @@ def chunk_from_proto(message: generation_pb2.TokenChunk) -> TokenChunk:
         tuple(message.token_ids),
         tuple(map(_position_from_proto, message.logprobs)),
         _REASON_FROM_PROTO.get(reason),
-        message.num_draft_tokens,
-        message.num_accepted_tokens,
+        tuple(
+            DraftWindow(window.num_draft_tokens, window.num_accepted_tokens)
+            for window in message.windows
+        ),
     )
 
 
@@ -91,8 +94,10 @@ def fill_chunk(message: generation_pb2.TokenChunk, chunk: TokenChunk) -> None:
         message.logprobs.extend(map(_position_to_proto, chunk.logprobs))
     if chunk.finish_reason is not None:
         message.finish_reason = _REASON_TO_PROTO[chunk.finish_reason]
-    message.num_draft_tokens = chunk.num_drafts
-    message.num_accepted_tokens = chunk.num_accepted
+    for window in chunk.windows:
+        message.windows.add(
+            num_draft_tokens=window.num_drafts, num_accepted_tokens=window.num_accepted
+        )
 
 
 def _position_from_proto(message: generation_pb2.PositionLogprobs) -> PositionLogprobs:

@@ -112,7 +112,7 @@ class DraftedDecoding:
         # Of the last step: those in quiet steps are not told of.
         self._num_active = 0
         self._is_resting = False
-        # Where nothing will be drafted for long, taps are not kept.
+        # Where nothing will be drafted for these sequences for long, taps are not kept.
         self.wants_taps = True
         self._round: _Round | None = None
         self._report = SpeculationReport()
@@ -125,6 +125,11 @@ class DraftedDecoding:
     @policy.setter
     def policy(self, policy: Policy) -> None:
         self._planning.change_policy(policy)
+
+    @property
+    def wants_prompt_taps(self) -> bool:
+        """See Speculation: also where the present sequences are not drafted for."""
+        return self.wants_taps or self._steps_to_new() <= STEPS_BEFORE_PROBE
 
     @property
     def max_draft_tokens(self) -> int:
@@ -146,11 +151,15 @@ class DraftedDecoding:
         """See Speculation: nothing yet."""
 
     def _may_meet_drafts(self, sequence: Sequence) -> bool:
-        num_steps = self.policy.steps_to_drafts(max(self._num_active, len(self._told) + 1))
+        num_steps = self._steps_to_new()
         if num_steps == 0:
             return True
         longest = min(STEPS_BEFORE_PROBE, sequence.num_emittable(self._max_model_len))
         return num_steps <= longest and len(self._receiving) < _NUM_FOR_PROBES
+
+    def _steps_to_new(self) -> int:
+        """Steps in which no drafts are asked for, were all of these sequences new ones."""
+        return self.policy.steps_to_drafts(max(self._num_active, len(self._told) + 1))
 
     def keep_rows(self, key: str, first_position: int, rows: Tensor) -> None:
         """Rows [n, d] of a prompt that another worker computes have come. The drafter is told of
@@ -187,11 +196,7 @@ class DraftedDecoding:
         told = [self._telling(s) for s in decoding]
         limits = [self._limit(s) for s in decoding]
         plan = self._planning.plan(Asking(decoding, [t.number for t in told], limits), self._report)
-        self._want_taps(
-            decoding,
-            any(plan.num_wanted)
-            or self.policy.steps_to_drafts(len(decoding)) <= STEPS_BEFORE_PROBE,
-        )
+        self._want_taps(decoding, any(plan.num_wanted) or self.policy.expects_drafts())
         asked.reason = plan.reason
         asked.told = {s.slot: t for s, t in zip(decoding, told, strict=True)}
         for sequence, entry in zip(decoding, told, strict=True):

@@ -30,7 +30,7 @@ from kvbraid.engine.sequence import EngineRequest, Sequence, SequenceKey, Status
 from kvbraid.engine.speculation import PlainDecoding, Speculation
 from kvbraid.engine.step_plan import StepPlan, Stop
 from kvbraid.errors import KVBraidError, LeaseLostError
-from kvbraid.request import FinishReason, TokenChunk
+from kvbraid.request import DraftWindow, FinishReason, TokenChunk
 
 # How long the engine sleeps when it has nothing to compute: short while rows are on their way
 # (other ranks' progress is only seen by asking), long when idle (messages wake it).
@@ -158,7 +158,7 @@ class Engine:
 
     def _meanwhile(self) -> None:
         """The forward pass of a step is launched."""
-        self._news.flush()
+        self._news.flush_due()
         self._speculation.meanwhile()
 
     def _post(self, message: Callable[[], None]) -> None:
@@ -174,8 +174,12 @@ class Engine:
             collect=collect,
             report_rows=bool(self._report_waiters),
             confirm=bool(self._confirm_waiters),
-            taps=self._speculation.wants_taps,
+            taps=self._wants_taps(plan),
         )
+
+    def _wants_taps(self, plan: StepPlan) -> bool:
+        speculation = self._speculation
+        return speculation.wants_taps or (bool(plan.extends) and speculation.wants_prompt_taps)
 
     def _wait(self) -> None:
         self._news.flush()
@@ -247,19 +251,23 @@ class Engine:
         self, sequence: Sequence, num_new: int, num_drafts: int, output: StepOutput
     ) -> None:
         reason = sequence.finish_reason(self._scheduler.limits.max_model_len)
+        # Drafts behind a token that ends the sequence came true for nobody.
+        window = DraftWindow(num_drafts, min(len(output.tokens[sequence.slot]) - 1, num_new))
         chunk = TokenChunk(
             token_ids=tuple(sequence.token_ids[-num_new:]),
             logprobs=output.logprobs.get(sequence.slot, ())[:num_new],
             finish_reason=reason,
-            num_drafts=num_drafts,
-            # Drafts behind a token that ends the sequence came true for nobody.
-            num_accepted=min(len(output.tokens[sequence.slot]) - 1, num_new),
+            windows=(window,) if num_drafts else (),
         )
         if reason is not None:
             self._finish(sequence)
         elif sequence.request.destination is not None:
             sequence.status = Status.SENDING
-        self._news.tell(TokensReady(sequence.request.key, chunk, sequence.num_cached_tokens or 0))
+        event = TokensReady(sequence.request.key, chunk, sequence.num_cached_tokens or 0)
+        if reason is None and sequence.num_output_tokens > num_new:
+            self._news.tell_tokens(event)
+        else:
+            self._news.tell(event)
 
     def _follow_transfers(self, plan: StepPlan, progress: NDArray[np.int64]) -> None:
         by_id = {s.grant.transfer_id: s for s in self._scheduler.live if s.grant is not None}

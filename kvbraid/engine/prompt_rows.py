@@ -75,6 +75,11 @@ class PromptRows:
         self._num_others = 0
         self.wants_taps = True
 
+    @property
+    def wants_prompt_taps(self) -> bool:
+        """See Speculation: a prefill worker computes nothing else."""
+        return self.wants_taps
+
     def queued(self, request: EngineRequest) -> None:
         """See Speculation. Whether its rows will be wanted is known before they are computed."""
         self._num_others += 1

@@ -41,6 +41,11 @@ class Speculation(Protocol):
         """Whether the taps of the next step's tokens are to be kept."""
         ...
 
+    @property
+    def wants_prompt_taps(self) -> bool:
+        """Whether they are if it computes prompts."""
+        ...
+
     def open_grant(self, sequence: Sequence) -> DraftGrant | None:
         """Where another worker, which computes the prompt, pushes its rows; None: nowhere."""
         ...
@@ -70,7 +75,7 @@ class Speculation(Protocol):
 class PlainDecoding:
     """No drafter."""
 
-    wants_taps = False
+    wants_taps = wants_prompt_taps = False
 
     def open_grant(self, sequence: Sequence) -> DraftGrant | None:
         """Nowhere."""

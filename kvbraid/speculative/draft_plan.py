@@ -60,6 +60,11 @@ class Policy(Protocol):
         sequences and all of them new."""
         ...
 
+    def expects_drafts(self) -> bool:
+        """Whether the sequences of the last plan may be drafted for within STEPS_BEFORE_PROBE
+        steps, should no others come."""
+        ...
+
     def stays_plain(self, num_sequences: int) -> bool:
         """Whether what the last plan allows goes for a step of so many sequences, whichever."""
         ...

@@ -86,6 +86,10 @@ class DraftPolicy:
         more of them, their texts or that they ended soon."""
         return 0 if self._would_draft(num_sequences) else self._steps_to_probe()
 
+    def expects_drafts(self) -> bool:
+        """See Policy. Once they are found not to pay, they have to wait for a probe."""
+        return self.is_drafting or self._steps_to_probe() <= STEPS_BEFORE_PROBE
+
     def _steps_to_probe(self) -> int:
         if not self._may_probe:
             return _NO_PROBE

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from kvbraid.speculative.draft_policy import DraftPlan, StepOutcome
+from kvbraid.speculative.draft_plan import STEPS_BEFORE_PROBE, DraftPlan, StepOutcome
 
 # Plain steps that need no plan.
 _NUM_SAME = 15
@@ -38,6 +38,10 @@ class FixedPolicy:
     def steps_to_drafts(self, num_sequences: int) -> int:
         """See Policy."""
         return self._steps_to_drafts
+
+    def expects_drafts(self) -> bool:
+        """See Policy."""
+        return self.steps_to_drafts(1) <= STEPS_BEFORE_PROBE
 
     def stays_plain(self, num_sequences: int) -> bool:
         """See Policy: never."""

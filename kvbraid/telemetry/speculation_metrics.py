@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from kvbraid.telemetry.buckets import BATCH_BUCKETS, TOKEN_BUCKETS, WINDOW_BUCKETS
@@ -40,6 +42,15 @@ class SpeculationMetrics:
         self.accepted_tokens_total = by_position(
             "accepted", "Drafts that equal the target's own sample, with all before them."
         )
+        # Of each stage, in the order of a window.
+        self._by_position = [
+            [counter.labels(position=position) for position in _POSITIONS]
+            for counter in (
+                self.proposed_tokens_total,
+                self.verified_tokens_total,
+                self.accepted_tokens_total,
+            )
+        ]
         self.acceptance_length_tokens = Histogram(
             "kvbraid_speculation_acceptance_length_tokens",
             "Tokens that a sequence gained in a verified step: accepted drafts and one more.",
@@ -100,25 +111,23 @@ class SpeculationMetrics:
             "with the drafter.", registry=registry,
         )  # fmt: skip
 
-    def observe_verified(self, *, num_proposed: int, num_verified: int, num_accepted: int) -> None:
-        """One sequence in one verified step: drafts it got, drafts in its window, drafts accepted.
+    def observe_verified(self, windows: Sequence[tuple[int, int, int]]) -> None:
+        """The sequences of one verified step, of each: drafts it got, drafts in its window, drafts
+        accepted. A counter is found and raised once for all of them: for each draft it would take
+        as long as a step does.
 
-        Raises ValueError unless num_proposed >= num_verified >= num_accepted >= 0.
+        Raises ValueError unless got >= in the window >= accepted >= 0.
         """
-        if not num_proposed >= num_verified >= num_accepted >= 0:
-            raise ValueError(
-                f"num_proposed {num_proposed} >= num_verified {num_verified} >= num_accepted "
-                f"{num_accepted} >= 0 must hold"
-            )
-        for counter, count in (
-            (self.proposed_tokens_total, num_proposed),
-            (self.verified_tokens_total, num_verified),
-            (self.accepted_tokens_total, num_accepted),
-        ):
-            for position in range(1, count + 1):
-                counter.labels(position=str(min(position, MAX_POSITION))).inc()
-        self.acceptance_length_tokens.observe(num_accepted + 1)
-        self.verify_length_tokens.observe(num_verified + 1)
+        for window in windows:
+            num_proposed, num_verified, num_accepted = window
+            if not num_proposed >= num_verified >= num_accepted >= 0:
+                raise ValueError(f"{window}: got >= in the window >= accepted >= 0 must hold")
+            self.acceptance_length_tokens.observe(num_accepted + 1)
+            self.verify_length_tokens.observe(num_verified + 1)
+        for counters, counts in zip(self._by_position, zip(*windows, strict=True), strict=False):
+            for position in range(max(counts)):
+                counter = counters[min(position, MAX_POSITION - 1)]
+                counter.inc(sum(count > position for count in counts))
 
     def observe_part(self, part: str, seconds: float) -> None:
         """Time of a part of a speculative step. Raises ValueError for an unknown part."""

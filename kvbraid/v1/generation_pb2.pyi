@@ -307,22 +307,43 @@ class Usage(_message.Message):
 Global___Usage: _TypeAlias = Usage  # noqa: Y015
 
 @_typing.final
+class DraftWindow(_message.Message):
+    """What one engine step verified of one sequence."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
+    num_draft_tokens: _builtins.int
+    """Draft tokens that the step verified; 0 for a plain step."""
+    num_accepted_tokens: _builtins.int
+    """Of them, how many came true."""
+    def __init__(
+        self,
+        *,
+        num_draft_tokens: _builtins.int = ...,
+        num_accepted_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_accepted_tokens", b"num_accepted_tokens", "num_draft_tokens", b"num_draft_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DraftWindow: _TypeAlias = DraftWindow  # noqa: Y015
+
+@_typing.final
 class TokenChunk(_message.Message):
-    """Tokens of one engine step of one sequence; of several plain steps where they waited to be sent."""
+    """Tokens of one engine step of one sequence; of several where they waited to be sent."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
-    NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
-    NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
+    WINDOWS_FIELD_NUMBER: _builtins.int
     finish_reason: Global___FinishReason.ValueType
     """Set on the last chunk only."""
-    num_draft_tokens: _builtins.int
-    """Draft tokens that the step verified."""
-    num_accepted_tokens: _builtins.int
-    """Of them, how many came true."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Token ids, in order."""
@@ -331,18 +352,23 @@ class TokenChunk(_message.Message):
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___PositionLogprobs]:
         """One entry a token when logprobs were asked for."""
 
+    @_builtins.property
+    def windows(self) -> _containers.RepeatedCompositeFieldContainer[Global___DraftWindow]:
+        """One a step, in order; none where no step verified drafts. A step emits a token more than came
+        true of its drafts, or as many where the last of these ends the sequence.
+        """
+
     def __init__(
         self,
         *,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         logprobs: _abc.Iterable[Global___PositionLogprobs] | None = ...,
         finish_reason: Global___FinishReason.ValueType = ...,
-        num_draft_tokens: _builtins.int = ...,
-        num_accepted_tokens: _builtins.int = ...,
+        windows: _abc.Iterable[Global___DraftWindow] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "num_accepted_tokens", b"num_accepted_tokens", "num_draft_tokens", b"num_draft_tokens", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "token_ids", b"token_ids", "windows", b"windows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -42,11 +42,12 @@ class DrafterCheck:
     num_first_accepted: int = 0
 
     def add(self, chunk: TokenChunk) -> None:
-        """One step; those without drafts do not count."""
-        if chunk.num_drafts:
-            self.num_windows += 1
-            self.num_accepted += chunk.num_accepted
-            self.num_first_accepted += chunk.num_accepted > 0
+        """Steps of the generation; those without drafts do not count."""
+        for window in chunk.windows:
+            if window.num_drafts:
+                self.num_windows += 1
+                self.num_accepted += window.num_accepted
+                self.num_first_accepted += window.num_accepted > 0
 
     @property
     def acceptance_length(self) -> float:

@@ -233,12 +233,7 @@ class SpeculationObserver:
 
     def __call__(self, report: SpeculationReport) -> None:
         """One step."""
-        for window in report.windows:
-            self._metrics.observe_verified(
-                num_proposed=window.num_proposed,
-                num_verified=window.num_verified,
-                num_accepted=window.num_accepted,
-            )
+        self._metrics.observe_verified(report.windows)
         for reason, count in report.plain.items():
             self._metrics.count_fallback(reason, count)
         if report.windows:

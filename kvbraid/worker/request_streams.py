@@ -26,8 +26,7 @@ class EventStream:
     """Events of one sequence in order; ends after the last one.
 
     Tokens that nobody has taken yet are one event: whoever cannot send a message for every step
-    sends fewer and longer ones, and does not fall behind further. Only those of plain steps: what
-    a step verified is told by itself.
+    sends fewer and longer ones, and does not fall behind further.
     """
 
     def __init__(self) -> None:
@@ -70,8 +69,6 @@ class EventStream:
 def _joined(earlier: EngineEvent, later: EngineEvent) -> TokensReady | None:
     """Both as one event; None where they must be told apart."""
     if not isinstance(earlier, TokensReady) or not isinstance(later, TokensReady):
-        return None
-    if earlier.chunk.num_drafts or later.chunk.num_drafts:
         return None
     if later.chunk.finish_reason is FinishReason.ABORT:  # which says nothing of earlier tokens
         return None

@@ -85,8 +85,9 @@ async def answer(stub, prompt: list[int], max_tokens: int) -> tuple[list[int], l
     drafts = [0, 0]
     async for response in stub.Generate(request, timeout=120):
         tokens += response.chunk.token_ids
-        drafts[0] += response.chunk.num_draft_tokens
-        drafts[1] += response.chunk.num_accepted_tokens
+        for window in response.chunk.windows:
+            drafts[0] += window.num_draft_tokens
+            drafts[1] += window.num_accepted_tokens
     return tokens, drafts
 
 

@@ -43,8 +43,11 @@ async def drafted(client: Any, prompt: list[int], max_tokens: int, **sampling: A
     async for response in client.start(prompt, max_tokens, timeout=100, **sampling):
         chunk = response.chunk
         found.tokens += chunk.token_ids
-        if chunk.num_draft_tokens:
-            found.windows.append((chunk.num_draft_tokens, chunk.num_accepted_tokens))
+        found.windows += (
+            (window.num_draft_tokens, window.num_accepted_tokens)
+            for window in chunk.windows
+            if window.num_draft_tokens
+        )
         if response.HasField("usage"):
             found.num_drafts = response.usage.num_draft_tokens
             found.num_accepted = response.usage.num_accepted_tokens
@@ -142,7 +145,7 @@ async def test_a_draft_service_that_dies_costs_drafts_only(
             num_drafts = 0
             async for response in client.start(prompt, 100, timeout=100):
                 tokens += response.chunk.token_ids
-                num_drafts += response.chunk.num_draft_tokens
+                num_drafts += sum(w.num_draft_tokens for w in response.chunk.windows)
                 if num_drafts and cluster.children["draft-0"].is_running:
                     os.kill(cluster.children["draft-0"].pid, signal.SIGKILL)
                     cluster.children["draft-0"].wait(20)

@@ -10,6 +10,7 @@ import pytest
 from coordinator.completion import Completion
 from kvbraid.errors import RequestCancelledError
 from kvbraid.request import (
+    DraftWindow,
     FinishReason,
     GenerateRequest,
     PositionLogprobs,
@@ -81,8 +82,8 @@ def test_drafts_behind_a_stop_string_came_true_for_nobody(
     num_accepted: int, num_counted: int
 ) -> None:
     running = completion(stop=("two",))
-    window = TokenChunk(tuple(WORDS), num_drafts=len(WORDS) + 2, num_accepted=num_accepted)
-    delta = running.add(window, 0, 0)
+    window = DraftWindow(len(WORDS) + 2, num_accepted)
+    delta = running.add(TokenChunk(tuple(WORDS), windows=(window,)), 0, 0)
     assert len(delta.chunk.token_ids) == 4
     assert delta.chunk.num_accepted == num_counted
     assert delta.usage is not None

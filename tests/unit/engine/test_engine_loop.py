@@ -384,7 +384,12 @@ def test_a_running_sequence_of_a_prefill_is_sending_until_every_row_is_acknowled
     assert isinstance(world.events[-1], PromptSent)
 
 
-def test_beside_a_device_tokens_are_told_when_the_next_step_is_launched_and_in_order() -> None:
+def test_beside_a_device_tokens_are_told_when_the_next_step_is_launched_and_in_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Scripted steps take no time: as if they were long.
+    monkeypatch.setattr("kvbraid.engine.news._WAIT_PER_SEQUENCE_S", 0.0)
+
     def run(is_device_apart: bool) -> tuple[ScriptedEngine, list[tuple[int, int]]]:
         engine = ScriptedEngine(is_device_apart=is_device_apart)
         told: list[tuple[int, int]] = []

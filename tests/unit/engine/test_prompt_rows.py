@@ -80,7 +80,7 @@ class Worker:
         """All of it in one step, and the first token; then it ends."""
         first = sequence.pages[0] * PAGE
         rows = torch.arange(first, first + 3.0)[:, None].expand(-1, WIDTH)
-        if self.prompts.wants_taps:
+        if self.prompts.wants_prompt_taps:
             self.rows.take(LogicalSlots(np.arange(first, first + 3)), rows)
             self.num_with_rows += 1
         sequence.num_computed_tokens = 3

@@ -202,6 +202,34 @@ def test_rows_are_kept_for_a_probe_that_is_near(steps_to_probe: int, is_wanted: 
     assert speculation.wants_taps is is_wanted
 
 
+class OtherTextsPolicy(WaitingPolicy):
+    """New sequences would be drafted for, these are not."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+    def expects_drafts(self) -> bool:
+        return False
+
+
+def test_rows_of_prompts_are_kept_where_those_of_the_present_texts_are_not() -> None:
+    engine = losing_engine(DearDrafter())
+    speculation = engine.engine._speculation
+    assert isinstance(speculation, DraftedDecoding)
+    speculation.policy = OtherTextsPolicy()
+
+    def script() -> Script:
+        engine.submit("a", [1, 2, 3], max_tokens=20)
+        yield from engine.until(lambda: len(engine.tokens("a")) > 5)
+        engine.submit("b", [4, 5], max_tokens=5)
+        yield from engine.until(lambda: len(engine.tokens("b")) > 2)
+
+    engine.run(script())
+    with_taps = [(len(p.decodes), len(p.extends)) for p in engine.plans if p.taps and p.has_compute]
+    # The first plan of all is made before a sequence decodes.
+    assert with_taps == [(0, 1), (1, 1)]
+
+
 class TurningPolicy(FixedPolicy):
     """On for three steps, off for three, and so on; no probe is near while it is off."""
 

@@ -385,6 +385,7 @@ def test_where_one_text_has_stopped_drafting_the_next_is_expected_to_be_drafted_
     assert policy.break_even.reason is PlainReason.BELOW_BREAK_EVEN
     assert policy.steps_to_drafts(1) == 0
     assert not policy.stays_plain(1)
+    assert policy.expects_drafts(), "a probe is near, for this one too"
 
 
 def test_drafting_of_the_last_few_says_nothing_of_a_large_batch() -> None:
@@ -416,6 +417,7 @@ def test_off_it_need_not_be_asked_about_batches_that_would_not_be_drafted_for() 
     assert policy.break_even.credit <= 0
     assert policy.stays_plain(1), "what was lost must be earned first"
     assert policy.steps_to_drafts(1) > 64
+    assert not policy.expects_drafts()
     policy.break_even.credit = 0.5
     assert not policy.stays_plain(1), "a new text would be drafted for"
     assert policy.steps_to_drafts(1) == 0

@@ -21,8 +21,8 @@ def by_position(metrics: WorkerMetrics, stage: str) -> list[float]:
 
 
 def test_drafts_are_counted_by_position(worker: WorkerMetrics) -> None:
-    worker.speculation.observe_verified(num_proposed=5, num_verified=3, num_accepted=1)
-    worker.speculation.observe_verified(num_proposed=2, num_verified=2, num_accepted=2)
+    worker.speculation.observe_verified([(5, 3, 1), (2, 2, 2)])
+    worker.speculation.observe_verified([])
     assert by_position(worker, "proposed") == [2, 2, 1, 1, 1]
     assert by_position(worker, "verified") == [2, 2, 1]
     assert by_position(worker, "accepted") == [2, 1]
@@ -33,18 +33,15 @@ def test_drafts_are_counted_by_position(worker: WorkerMetrics) -> None:
 
 
 def test_long_drafts_make_no_new_series(worker: WorkerMetrics) -> None:
-    worker.speculation.observe_verified(num_proposed=20, num_verified=20, num_accepted=18)
+    worker.speculation.observe_verified([(20, 20, 18)])
     assert by_position(worker, "accepted") == [1] * 15 + [3]
     assert sum(by_position(worker, "proposed")) == 20
 
 
 @pytest.mark.parametrize("counts", [(1, 2, 0), (2, 1, 2), (1, 1, -1)])
 def test_counts_that_cannot_be_are_refused(worker: WorkerMetrics, counts) -> None:
-    proposed, verified, accepted = counts
     with pytest.raises(ValueError, match="must hold"):
-        worker.speculation.observe_verified(
-            num_proposed=proposed, num_verified=verified, num_accepted=accepted
-        )
+        worker.speculation.observe_verified([counts])
     assert by_position(worker, "proposed") == []
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from kvbraid.errors import InvalidRequestError
 from kvbraid.request import (
     ChatMessage,
+    DraftWindow,
     FinishReason,
     PositionLogprobs,
     RequestRef,
@@ -61,8 +62,7 @@ chunks = st.builds(
         st.builds(PositionLogprobs, logprobs, st.lists(logprobs, max_size=3).map(tuple)), max_size=3
     ).map(tuple),
     st.none() | st.sampled_from(FinishReason),
-    num_drafts=ids,
-    num_accepted=ids,
+    windows=st.lists(st.builds(DraftWindow, ids, ids), max_size=3).map(tuple),
 )
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvbraid.model.loader import load_config
-from kvbraid.request import TokenChunk
+from kvbraid.request import DraftWindow, TokenChunk
 from kvbraid.speculative.drafter import load_drafter
 from kvbraid.speculative.proposal import Answer, DraftTask, Proposal
 from kvbraid.speculative.proposer import Proposer
@@ -80,11 +80,8 @@ def checked(
     check = DrafterCheck()
     check.add(TokenChunk((5,), (), None))  # the prompt's own token is no window
     for window in windows:
-        check.add(
-            TokenChunk(
-                (5,), (), None, num_drafts=drafter.max_draft_tokens, num_accepted=window.accepted
-            )
-        )
+        verified = DraftWindow(drafter.max_draft_tokens, window.accepted)
+        check.add(TokenChunk((5,), (), None, (verified,)))
     assert check.num_windows == NUM_WINDOWS
     return check
 

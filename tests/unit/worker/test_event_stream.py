@@ -9,7 +9,7 @@ import pytest
 from kvbraid.engine.events import EngineEvent, RequestFailed, RowsReceived, TokensReady
 from kvbraid.engine.sequence import SequenceKey
 from kvbraid.errors import UnavailableError
-from kvbraid.request import FinishReason, PositionLogprobs, TokenChunk, TokenLogprob
+from kvbraid.request import DraftWindow, FinishReason, PositionLogprobs, TokenChunk, TokenLogprob
 from kvbraid.worker.request_streams import EventStream
 
 KEY = SequenceKey("r", 0, 0)
@@ -18,15 +18,12 @@ KEY = SequenceKey("r", 0, 0)
 def tokens(
     *token_ids: int,
     finish_reason: FinishReason | None = None,
-    num_drafts: int = 0,
-    num_accepted: int = 0,
+    windows: tuple[DraftWindow, ...] = (),
 ) -> TokensReady:
     logprobs = tuple(
         PositionLogprobs(TokenLogprob(token_id, -0.5 * token_id), ()) for token_id in token_ids
     )
-    return TokensReady(
-        KEY, TokenChunk(token_ids, logprobs, finish_reason, num_drafts, num_accepted), 3
-    )
+    return TokensReady(KEY, TokenChunk(token_ids, logprobs, finish_reason, windows), 3)
 
 
 async def taken(*events: EngineEvent) -> list[EngineEvent]:
@@ -39,6 +36,17 @@ async def taken(*events: EngineEvent) -> list[EngineEvent]:
 async def test_waiting_tokens_are_one_event_with_everything_that_they_had() -> None:
     found = await taken(tokens(1), tokens(2), tokens(3, finish_reason=FinishReason.LENGTH))
     assert found == [tokens(1, 2, 3, finish_reason=FinishReason.LENGTH)]
+
+
+async def test_each_step_keeps_what_it_verified() -> None:
+    plain, verified = DraftWindow(0, 0), DraftWindow(4, 1)
+    found = await taken(
+        tokens(1),
+        tokens(2, 3, windows=(verified,)),
+        tokens(4, finish_reason=FinishReason.LENGTH),
+    )
+    windows = (plain, verified, plain)
+    assert found == [tokens(1, 2, 3, 4, finish_reason=FinishReason.LENGTH, windows=windows)]
 
 
 async def test_what_was_taken_is_not_told_again() -> None:
@@ -67,12 +75,10 @@ async def test_whoever_waits_gets_the_next_event_at_once() -> None:
 @pytest.mark.parametrize(
     "events",
     [
-        (tokens(1), tokens(2, 3, num_drafts=4, num_accepted=1)),
-        (tokens(1, 2, num_drafts=4, num_accepted=1), tokens(3)),
         (tokens(1), RowsReceived(KEY, 8, 0.1), tokens(2)),
         (tokens(1), tokens(finish_reason=FinishReason.ABORT)),
     ],
-    ids=["drafted after", "drafted before", "something between", "aborted"],
+    ids=["something between", "aborted"],
 )
 async def test_events_that_are_told_apart(events: tuple[EngineEvent, ...]) -> None:
     stream = EventStream()
