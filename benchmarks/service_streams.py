@@ -27,15 +27,15 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Streams that ran together, or in groups one after the other, and the seconds from the first
-    request of a group to its last token, all groups together."""
+    """Streams that ran together, and the seconds from the first request to the last token; of
+    several samples the sum."""
 
     streams: tuple[Stream, ...]
     seconds: float
 
     @classmethod
     def joined(cls, samples: Sequence[Sample]) -> Sample:
-        """Of streams that ran one group after the other."""
+        """Of samples that were taken one after the other."""
         streams = tuple(stream for sample in samples for stream in sample.streams)
         return cls(streams, sum(sample.seconds for sample in samples))
 
@@ -78,17 +78,29 @@ class DraftCounts:
 
 
 def run_streams(
-    address: str, prompts: Sequence[str], max_tokens: int, *, max_draft_tokens: int | None = None
+    address: str,
+    prompts: Sequence[str],
+    max_tokens: int,
+    *,
+    num_at_once: int | None = None,
+    max_draft_tokens: int | None = None,
 ) -> Sample:
-    """All prompts at once, as chats, greedily, under fresh salts so that nothing is cached.
+    """All prompts, as chats, greedily, under fresh salts so that nothing is cached.
 
-    address: gRPC of the coordinator. max_draft_tokens: of each request; None: the worker's choice.
+    address: gRPC of the coordinator. num_at_once: streams that run at once, all of them unless
+    given; when one ends the next begins. max_draft_tokens: of each request; None: the worker's
+    choice.
     """
-    return uvloop.run(_run(address, prompts, max_tokens, max_draft_tokens))
+    places = num_at_once or max(1, len(prompts))
+    return uvloop.run(_run(address, prompts, max_tokens, places, max_draft_tokens))
 
 
 async def _run(
-    address: str, prompts: Sequence[str], max_tokens: int, max_draft_tokens: int | None
+    address: str,
+    prompts: Sequence[str],
+    max_tokens: int,
+    num_at_once: int,
+    max_draft_tokens: int | None,
 ) -> Sample:
     sampling = generation_pb2.SamplingParams(
         temperature=0, max_tokens=max_tokens, max_draft_tokens=max_draft_tokens
@@ -97,7 +109,13 @@ async def _run(
         stub = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
         await channel.channel_ready()
         began = time.perf_counter()
-        streams = await asyncio.gather(*(_stream(stub, text, sampling) for text in prompts))
+        places = asyncio.Semaphore(num_at_once)
+
+        async def run(text: str) -> Stream:
+            async with places:
+                return await _stream(stub, text, sampling)
+
+        streams = await asyncio.gather(*map(run, prompts))
         return Sample(tuple(streams), time.perf_counter() - began)
 
 

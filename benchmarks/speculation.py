@@ -13,12 +13,14 @@ it, each cluster answers without drafts. In float32 the tokens of a pair must be
 the streams for which they are are counted.
 
 On a GPU an answer of 96 tokens takes a tenth of a second, in which a machine's moods are larger
-than what is to be seen: a sample there is as many groups of prompts as take most of a second, and
-processes of one role share their cores. Two clusters that are alike differ by a few per cent all
-the same, for as long as they run. So there are two plain ones there: what counts as plain is both
-of them together, and how far apart they are is told; with --generations the pairs of several
-starts, each with its own learning, count together. Beside the rates is told what drafting and
-verifying took in a step that drafts, by the workers' metrics.
+than what is to be seen: a sample there is as many prompts as take most of a second, and four for
+each stream, the next of which begins when one ends. So as many streams run at once nearly all the
+time, as in a server that has more to do, and not ever fewer while the slowest ones end, where
+drafts would count for little. Processes of one role share their cores. Two clusters that are alike
+differ by a few per cent all the same, for as long as they run. So there are two plain ones there:
+what counts as plain is both of them together, and how far apart they are is told; with
+--generations the pairs of several starts, each with its own learning, count together. Beside the
+rates is told what drafting and verifying took in a step that drafts, by the workers' metrics.
 """
 
 from __future__ import annotations
@@ -53,13 +55,14 @@ GPU_FLOOR = 0.97
 _POOL_TOKENS = 320
 _WARMUP_TOKENS = 16
 _GPU_SAMPLE_S = 0.7
+_FEWEST_GROUPS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
     """What is measured. bar: of the first drafter's median with one stream; floor: of every
     drafter at every batch, all pairs together as well. sample_s: least seconds of a plain sample;
-    at least one group of prompts."""
+    0: a prompt for each stream."""
 
     model: str
     drafters: tuple[str, ...]
@@ -139,8 +142,8 @@ def measure(
         if round_number and began + longest_s > end:
             break
         first = round_number * num_groups
-        groups = [options.texts(first + i, batch) for i in range(num_groups)]
-        taken = _round(options, addresses, groups, round_number)
+        texts = [text for i in range(num_groups) for text in options.texts(first + i, batch)]
+        taken = _round(options, addresses, texts, batch, round_number)
         peer = Sample.joined([taken[name] for name in plain])
         for drafter, pairs in found.items():
             pairs.append((taken[PLAIN] if drafter == CONTROL else peer, taken[drafter]))
@@ -154,22 +157,24 @@ def _sizes(batch: int) -> list[int]:
 
 
 def _num_groups(options: Options, address: str, batch: int) -> int:
-    """Groups of prompts in a sample."""
+    """Prompts in a sample, for each stream."""
     if not options.sample_s:
         return 1
     seconds = run_streams(address, options.texts(0, batch), options.max_tokens).seconds
-    return math.ceil(options.sample_s / seconds)
+    return max(_FEWEST_GROUPS, math.ceil(options.sample_s / seconds))
 
 
 def _round(
-    options: Options, addresses: dict[str, str], groups: Sequence[list[str]], round_number: int
+    options: Options,
+    addresses: dict[str, str],
+    texts: Sequence[str],
+    batch: int,
+    round_number: int,
 ) -> dict[str, Sample]:
     names = list(addresses)
     first = round_number % len(names)
     return {
-        name: Sample.joined(
-            [run_streams(addresses[name], texts, options.max_tokens) for texts in groups]
-        )
+        name: run_streams(addresses[name], texts, options.max_tokens, num_at_once=batch)
         for name in names[first:] + names[:first]
     }
 

@@ -18,8 +18,8 @@ from collections.abc import Callable
 from kvbraid.engine.events import EngineEvent, StepReport, TokensReady
 from kvbraid.engine.sequence import SequenceKey
 
-# The event loop then gets about a fifth of the time.
-_WAIT_PER_SEQUENCE_S = 0.0005
+# The event loop then gets about a tenth of the time.
+_WAIT_PER_SEQUENCE_S = 0.001
 # Less than anybody sees: tokens come at 50 times a second.
 _LONGEST_WAIT_S = 0.02
 

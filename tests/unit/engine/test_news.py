@@ -44,13 +44,13 @@ def failure(sequence: int) -> RequestFailed:
 
 
 def test_steps_that_are_shorter_than_their_messages_are_told_together() -> None:
-    """Eight texts: a message of each every 4 ms."""
+    """Eight texts: a message of each every 8 ms."""
     scripted = Scripted()
-    assert scripted.step(8, seconds=0.0011) == 8  # nothing was told for long
-    assert [scripted.step(8, seconds=0.0011) for _ in range(8)] == [0, 0, 0, 32, 0, 0, 0, 32]
+    assert scripted.step(8, seconds=0.0021) == 8  # nothing was told for long
+    assert [scripted.step(8, seconds=0.0021) for _ in range(8)] == [0, 0, 0, 32, 0, 0, 0, 32]
 
 
-@pytest.mark.parametrize(("num_sequences", "seconds"), [(1, 0.0006), (8, 0.005), (500, 0.021)])
+@pytest.mark.parametrize(("num_sequences", "seconds"), [(1, 0.0011), (8, 0.009), (500, 0.021)])
 def test_longer_steps_are_told_one_by_one(num_sequences: int, seconds: float) -> None:
     scripted = Scripted()
     for _ in range(5):
