@@ -220,8 +220,8 @@ def _cover(price: float, entry_price: float) -> float:
 class RequestGates:
     """Which sequences draft while the whole does, by slots as in `AcceptanceRates`.
 
-    A sequence is out when drafting would not pay if all were like it. It joins again for a few
-    windows at growing distances, where others draft anyway.
+    A sequence is out when drafting for it brings less than it costs beside the others. It joins
+    again for a few windows at growing distances, where others draft anyway.
     """
 
     def __init__(self) -> None:
@@ -247,7 +247,7 @@ class RequestGates:
         self._probe_left[slot] = _REQUEST_PROBE_WINDOWS
 
     def judge(self, slots: IntArray, gains: FloatArray) -> BoolArray:
-        """Which of these sequences pay for themselves, [B]; gains as of `best_gains`."""
+        """Which of these sequences pay for themselves, [B]; gains as of `request_gains`."""
         was_out = self._is_out[slots]
         is_out = np.where(was_out, gains <= _RESUME_GAIN, gains <= 1.0)
         leaving = is_out & ~was_out

@@ -21,7 +21,7 @@ from kvbraid.speculative.calibration import AcceptanceRates, ConfidenceCalibrati
 from kvbraid.speculative.cost_table import bucket_of
 from kvbraid.speculative.draft_plan import STEPS_BEFORE_PROBE, DraftPlan, StepOutcome
 from kvbraid.speculative.step_prices import NUM_MEASURED, StepPrices
-from kvbraid.speculative.verify_budget import WidthRule, best_gains, expected_tokens, within
+from kvbraid.speculative.verify_budget import WidthRule, expected_tokens, request_gains, within
 
 __all__ = ["DraftPlan", "DraftPolicy", "StepOutcome"]
 
@@ -218,7 +218,8 @@ class DraftPolicy:
         likely, hopeful = self._prices.whole_steps(len(slots))
         rates = self.rates.rates(slots)
         has_room = within(limits, self.max_draft_tokens)
-        pays = self.gates.judge(slots, best_gains(rates, hopeful))
+        each = self._prices.draft_share(len(slots))
+        pays = self.gates.judge(slots, request_gains(rates, hopeful, each))
         expected = np.where(has_room & pays[:, None], rates, 0.0)
         choice = self._choose(expected, likely)
         if not self.break_even.is_probing:

@@ -112,6 +112,16 @@ class StepPrices:
             self._whole_step(self.costs.step.hopeful(size), self.costs.draft.hopeful(size)),
         )
 
+    def draft_share(self, size: int) -> FloatArray:
+        """Seconds that drafting for one sequence more takes, of so many, by width: [g + 1]. Where
+        drafting for one was never measured, its part of the whole."""
+        share = np.zeros(self._max_draft_tokens + 1)
+        if size > 1:
+            of_all, of_one = self.costs.draft.hopeful(size), self.costs.draft.hopeful(1)
+            more = (of_all - np.minimum(of_one, of_all)) / (size - 1)
+            share[1:] = more[-1] if self._drafts_in_blocks else more
+        return share
+
     def _whole_step(self, step: FloatArray, draft: FloatArray) -> FloatArray:
         seconds = step.copy()
         seconds[1:] += draft[-1] if self._drafts_in_blocks else draft

@@ -68,14 +68,42 @@ def expected_tokens(acceptance: FloatArray) -> FloatArray:
     return tokens
 
 
-def best_gains(acceptance: FloatArray, seconds: FloatArray) -> FloatArray:
-    """For each sequence: rate at its best width > 1 over the rate of plain decoding, [B].
+def request_gains(acceptance: FloatArray, seconds: FloatArray, each: FloatArray) -> FloatArray:
+    """For each sequence what drafting for it brings over what it costs, [B]: above 1 it raises the
+    step's rate, given that those draft as well which are worth it.
 
-    As if all sequences of the step were like it. Below 1, drafting for it does not pay.
+    What sequences share, they need not earn one by one: with drafts for k of B sequences the step
+    takes seconds(w) - (B - k) each(w), so that beside others a sequence pays that emits little more
+    than without. Where drafts pay for no k, all get the best rate over that of plain decoding.
+
+    seconds: as of `best_width`, with drafts for all. each: [g + 1], what drafting for one sequence
+    more takes of it; 0 at width 1.
     """
-    emitted = 1.0 + np.cumsum(np.cumprod(acceptance, axis=1), axis=1)
-    gains: FloatArray = (emitted / (seconds[1:] / seconds[0])).max(axis=1, initial=0.0)
-    return gains
+    num_sequences = len(acceptance)
+    extra = np.cumsum(np.cumprod(acceptance, axis=1), axis=1)
+    drafting = np.arange(1, num_sequences + 1)[:, None]
+    tokens = num_sequences + np.cumsum(-np.sort(-extra, axis=0), axis=0)
+    taken = seconds[1:] - (num_sequences - drafting) * each[1:]
+    rates = tokens / taken
+    place = int(np.argmax(rates))
+    num_drafting, slot = 1 + place // rates.shape[1], place % rates.shape[1]
+    best, plain = float(rates.flat[place]), num_sequences / float(seconds[0])
+    if best <= plain:
+        return np.full(num_sequences, best / plain)
+    own = extra[:, slot]
+    is_drafting = np.zeros(num_sequences, dtype=np.bool_)
+    is_drafting[np.argsort(-own, kind="stable")[:num_drafting]] = True
+    others_tokens = tokens.flat[place] - np.where(is_drafting, own, 0.0)
+    cost = np.full(num_sequences, each[1 + slot])
+    others_seconds = taken.flat[place] - np.where(is_drafting, cost, 0.0)
+    if num_drafting == 1:
+        # Without it the step is a plain one.
+        cost[is_drafting] = taken.flat[place] - seconds[0]
+        others_seconds[is_drafting] = seconds[0]
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        gains: FloatArray = own * others_seconds / (others_tokens * cost)
+    # What costs nothing pays.
+    return np.where(cost > 0, gains, np.inf)
 
 
 def within(lengths: NDArray[np.int64], max_drafts: int) -> NDArray[np.bool_]:

@@ -165,6 +165,25 @@ def test_a_bad_request_stops_while_good_ones_of_its_batch_go_on() -> None:
     assert 0 < policy.gates.num_probes < 60
 
 
+def test_requests_that_would_not_pay_alone_are_drafted_for_beside_others() -> None:
+    """What they share of a step's price is paid by the others."""
+    machine, poor = MACHINES["gpu"], always(0.12)
+    alone, _ = simulate(machine, [poor], batch=1, plain_steps=800, seed=4)
+    assert alone.num_draft_steps < 0.1 * alone.num_steps
+    policy = DraftPolicy(MAX_DRAFTS, width_rule=best_width, drafts_in_blocks=False)
+    for num_drafts in range(1, MAX_DRAFTS + 1):
+        # What one more takes is known by what one takes.
+        for _ in range(3):
+            policy.costs.draft.observe(1, num_drafts, machine.draft(1, num_drafts))
+    worker = Worker(
+        policy, machine, batch=8, num_tokens=300, quality=[always(0.9)] * 6 + [poor] * 2, seed=4
+    )
+    for _ in range(300):
+        worker.step()
+    assert worker.run.num_draft_steps > 0.9 * worker.run.num_steps
+    assert policy.gates.num_stops <= 2
+
+
 @pytest.mark.parametrize("rule", [best_width, causal_width])
 def test_both_width_rules_serve(rule: WidthRule) -> None:
     run, _ = simulate(

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import combinations
+
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
 
 from kvbraid.speculative.verify_budget import (
     WidthRule,
-    best_gains,
     best_width,
     causal_width,
     expected_tokens,
+    request_gains,
     within,
 )
 
@@ -103,14 +106,62 @@ def test_no_drafts_and_bad_drafts_decode_plainly(rule: WidthRule) -> None:
     assert rule(np.zeros((3, 0)), np.zeros((3, 0)), np.array([1.0])) == 1
 
 
-@given(ACCEPTANCE, SECONDS)
-def test_gain_of_a_sequence_is_that_of_a_step_of_its_likes(
+SHARES = arrays(np.float64, DRAFTS, elements=st.floats(0, 1))
+
+
+def best_rate(
+    acceptance: FloatArray, seconds: FloatArray, each: FloatArray, sets: Iterable[tuple[int, ...]]
+) -> float:
+    """Tokens a second where only the sequences of a set draft, at the best width and set."""
+    rates = [0.0]
+    for drafting in sets:
+        alone = np.zeros_like(acceptance)
+        alone[list(drafting)] = acceptance[list(drafting)]
+        num_others = len(acceptance) - len(drafting)
+        rates += (
+            tokens_by_hand(alone, w) / (seconds[w - 1] - num_others * each[w - 1])
+            for w in range(2, DRAFTS + 2)
+        )
+    return max(rates)
+
+
+@given(ACCEPTANCE, SECONDS, SHARES)
+def test_the_sequences_that_pay_are_the_best_set(
+    acceptance: FloatArray, seconds: FloatArray, shares: FloatArray
+) -> None:
+    """Of all sets there are."""
+    size = len(acceptance)
+    # Drafting for all takes what a step is longer than a plain one, at most.
+    each = np.concatenate(([0.0], shares * (seconds[1:] - seconds[0]) / size))
+    gains = request_gains(acceptance, seconds, each)
+    sets = [c for k in range(1, size + 1) for c in combinations(range(size), k)]
+    best, plain = best_rate(acceptance, seconds, each, sets), size / seconds[0]
+    assume(abs(best / plain - 1) > 1e-6)
+    if best < plain:
+        assert gains == pytest.approx(best / plain)
+        return
+    # A sequence that makes no difference may be in or out.
+    for least in (1 + 1e-9, 1 - 1e-9):
+        found = tuple(np.flatnonzero(gains >= least).tolist())
+        assert best_rate(acceptance, seconds, each, [found]) == pytest.approx(best)
+
+
+@given(ACCEPTANCE.filter(lambda found: len(found) == 1), SECONDS)
+def test_a_single_sequence_pays_where_its_step_does(
     acceptance: FloatArray, seconds: FloatArray
 ) -> None:
-    gains = best_gains(acceptance, seconds)
-    for sequence, gain in zip(acceptance, gains, strict=True):
-        rates = [tokens_by_hand(sequence[None], w) / seconds[w - 1] for w in range(1, DRAFTS + 2)]
-        assert gain == pytest.approx(max(rates[1:]) / rates[0])
+    (gain,) = request_gains(acceptance, seconds, np.zeros(DRAFTS + 1))
+    rates = [tokens_by_hand(acceptance, w) / seconds[w - 1] for w in range(1, DRAFTS + 2)]
+    assert (gain > 1) == (max(rates[1:]) > rates[0])
+
+
+def test_beside_others_a_sequence_need_not_earn_what_they_share() -> None:
+    """A window costs two plain steps, drafting for one sequence more a twentieth of one."""
+    seconds, each = np.array([1.0, 2.0, 2.1, 2.2]), np.array([0.0, 0.05, 0.05, 0.05])
+    good, poor, bad = np.full(3, 0.95), np.array([0.6, 0.5, 0.5]), np.full(3, 0.01)
+    gains = request_gains(np.array([good, good, good, poor, bad]), seconds, each)
+    assert (gains > 1).tolist() == [True, True, True, True, False]
+    assert request_gains(poor[None], seconds, each)[0] < 1
 
 
 def test_bug_32_a_saturated_batch_is_not_drafted_for() -> None:
