@@ -31,8 +31,9 @@ from kvbraid.speculative.proposal import DraftTask, Proposal, Resync
 from kvbraid.transport.draft_grant import DraftGrant
 
 # While drafting does not pay, rows of prompts are taken for so many sequences, which a probe finds
-# warm; the rest starts cold, should drafting pay again.
-_NUM_FOR_PROBES = 4
+# warm; the rest starts cold, should drafting pay again. Fewer than a small batch has would make the
+# drafter look worse than it is: drafts behind a text of which it knows the end only come true less.
+_NUM_FOR_PROBES = 16
 
 
 class GrantingDrafting(Drafting, Protocol):

@@ -144,8 +144,9 @@ class WaitingPolicy(FixedPolicy):
     [(20, 30, 4), (20, 10, 0), (64, 200, 4), (65, 200, 0)],
 )
 def test_prompts_are_taken_for_the_few_sequences_that_a_probe_may_meet(
-    steps_to_probe: int, max_tokens: int, num_taken: int
+    monkeypatch: pytest.MonkeyPatch, steps_to_probe: int, max_tokens: int, num_taken: int
 ) -> None:
+    monkeypatch.setattr("kvbraid.engine.drafted_decoding._NUM_FOR_PROBES", 4)
     drafter = DearDrafter()
     engine = losing_engine(drafter)
     speculation = engine.engine._speculation
