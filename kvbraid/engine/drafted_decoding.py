@@ -266,6 +266,7 @@ class DraftedDecoding:
             draft_seconds=asked.draft_s,
             step_seconds=seconds,
             has_prompt_rows=bool(plan.extends),
+            has_transfers=bool(plan.collect),
             reason=asked.reason,
         )
         self._report.windows = [

@@ -36,6 +36,7 @@ class StepOutcome:
     nothing was asked. told_prompts: with it the drafter was told prompts, which takes it longer.
     step_seconds: the rest of the step, up to the next one's beginning where that is of the same
     sequences. has_prompt_rows: the step also computed prompts, so that its time says nothing.
+    has_transfers: rows of prompts were on their way from another worker, which slows any step.
     reason: the plan's."""
 
     slots: Sequence[int]
@@ -48,6 +49,7 @@ class StepOutcome:
     draft_seconds: float
     step_seconds: float
     has_prompt_rows: bool
+    has_transfers: bool = False
     told_prompts: bool = False
     reason: PlainReason | None = None
 

@@ -66,7 +66,9 @@ class StepPrices:
                 self.costs.observe_step(size, 1, typical, has_prompt_rows=False)
 
     def cost(self, outcome: StepOutcome) -> StepCost | None:
-        """Of a step, a pause of the machine left out; None where it cannot be compared."""
+        """Of a step, a pause of the machine left out; None where it cannot be compared. What
+        transfers beside it took is not held against drafting: plain steps would have met them as
+        well, and more often."""
         size = len(outcome.slots)
         plain = self.costs.plain_seconds(size)
         if plain is None or outcome.has_prompt_rows:
@@ -75,17 +77,20 @@ class StepPrices:
             return StepCost(1.0, 0.0)
         step = self.costs.step.seconds(size)
         assert step is not None
-        seconds = min(outcome.step_seconds, _PAUSE * float(step[outcome.width - 1]))
+        pause, draft_pause = (1.0, 1.0) if outcome.has_transfers else (_PAUSE, _DRAFT_PAUSE)
+        seconds = min(outcome.step_seconds, pause * float(step[outcome.width - 1]))
         if outcome.num_asked == 0:
             return StepCost(seconds / plain, 0.0)
         draft = self.costs.draft.seconds(outcome.num_drafting)
+        if draft is None:
+            draft_pause = _DRAFT_PAUSE
         usual = plain if draft is None else float(draft[self.asked_as(outcome.num_asked) - 1])
         if not outcome.told_prompts:
-            seconds += min(outcome.draft_seconds, _DRAFT_PAUSE * usual)
+            seconds += min(outcome.draft_seconds, draft_pause * usual)
             return StepCost(seconds / plain, 0.0)
         first = self.costs.first_draft.seconds(outcome.num_drafting)
         # The very first one takes as long as its prompts are.
-        longest = math.inf if first is None else _DRAFT_PAUSE * float(first[0])
+        longest = math.inf if first is None else draft_pause * float(first[0])
         taken = min(outcome.draft_seconds, longest)
         return StepCost((seconds + min(taken, usual)) / plain, max(0.0, taken - usual) / plain)
 

@@ -65,6 +65,29 @@ def test_a_pause_of_the_machine_is_not_held_against_drafting() -> None:
     assert policy.break_even.credit - paused < 1.0
 
 
+def test_transfers_beside_a_drafted_step_are_not_held_against_it() -> None:
+    """Usual prices are: of drafting, of a first one, and of the step."""
+    policy, slots = measured_policy()
+    for _ in range(3):
+        policy.costs.first_draft.observe(1, 1, 0.9)
+    usual = outcome(slots)
+    policy.record(usual)
+    charged = policy.break_even.credit
+    longer = replace(
+        usual, step_seconds=1.4 * usual.step_seconds, draft_seconds=3.0 * usual.draft_seconds
+    )
+    for step, told_prompts in ((longer, False), (replace(longer, draft_seconds=3.0), True)):
+        policy, slots = measured_policy()
+        for _ in range(3):
+            policy.costs.first_draft.observe(1, 1, 0.9)
+        policy.record(replace(step, told_prompts=told_prompts, has_transfers=True))
+        assert policy.break_even.credit <= charged
+        assert charged - policy.break_even.credit < 0.1
+    policy, slots = measured_policy()
+    policy.record(longer)
+    assert charged - policy.break_even.credit > 0.5
+
+
 def test_the_plain_price_is_refreshed_now_and_then() -> None:
     policy, slots = measured_policy()
     reasons = []
