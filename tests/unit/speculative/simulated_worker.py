@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from kvbraid.speculative.draft_plan import StepOutcome
 from kvbraid.speculative.draft_policy import DraftPolicy
+from kvbraid.speculative.verify_budget import WidthRule, best_width
 
 Seconds = Callable[[int, int], float]
 
@@ -40,6 +41,12 @@ MACHINES = {
 
 # Chance that a draft is accepted, by tokens emitted by the sequence so far.
 Quality = Callable[[int], float]
+
+MAX_DRAFTS = 7
+
+
+def always(chance: float) -> Quality:
+    return lambda num_emitted: chance
 
 
 @dataclass
@@ -207,3 +214,31 @@ class Worker:
                 self.met.discard(self.slots[index])
                 del self.slots[index], self.done[index], self.qualities[index]
                 self._start()
+
+
+def simulate(
+    machine: Machine,
+    quality: list[Quality],
+    *,
+    batch: int,
+    plain_steps: int,
+    seed: int,
+    num_tokens: int = 300,
+    has_confidences: bool = False,
+    width_rule: WidthRule = best_width,
+) -> tuple[Run, DraftPolicy]:
+    """Serves as many tokens as `plain_steps` plain steps would."""
+    policy = DraftPolicy(MAX_DRAFTS, width_rule=width_rule, drafts_in_blocks=has_confidences)
+    worker = Worker(
+        policy,
+        machine,
+        batch=batch,
+        num_tokens=num_tokens,
+        quality=quality,
+        seed=seed,
+        has_confidences=has_confidences,
+    )
+    target = plain_steps * machine.step(batch, 1)
+    while worker.run.plain_seconds < target:
+        worker.step()
+    return worker.run, policy

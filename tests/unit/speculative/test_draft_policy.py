@@ -17,47 +17,23 @@ from kvbraid.speculative.draft_plan import DraftPlan, StepOutcome
 from kvbraid.speculative.draft_policy import DraftPolicy
 from kvbraid.speculative.verify_budget import WidthRule, best_width, causal_width
 from tests.unit.speculative.measured_policy import measured_policy, outcome
-from tests.unit.speculative.simulated_worker import MACHINES, Machine, Quality, Run, Worker
+from tests.unit.speculative.simulated_worker import (
+    MACHINES,
+    MAX_DRAFTS,
+    Machine,
+    Quality,
+    Run,
+    Worker,
+    always,
+    simulate,
+)
 
 FLOOR = 0.97
-MAX_DRAFTS = 7
-
-
-def always(chance: float) -> Quality:
-    return lambda num_emitted: chance
 
 
 def turncoat(num_emitted: int) -> float:
     """Bad from token 1000 on, good again from 2000 on."""
     return 0.0 if 1000 <= num_emitted < 2000 else 0.85
-
-
-def simulate(
-    machine: Machine,
-    quality: list[Quality],
-    *,
-    batch: int,
-    plain_steps: int,
-    seed: int,
-    num_tokens: int = 300,
-    has_confidences: bool = False,
-    width_rule: WidthRule = best_width,
-) -> tuple[Run, DraftPolicy]:
-    """Serves as many tokens as `plain_steps` plain steps would."""
-    policy = DraftPolicy(MAX_DRAFTS, width_rule=width_rule, drafts_in_blocks=has_confidences)
-    worker = Worker(
-        policy,
-        machine,
-        batch=batch,
-        num_tokens=num_tokens,
-        quality=quality,
-        seed=seed,
-        has_confidences=has_confidences,
-    )
-    target = plain_steps * machine.step(batch, 1)
-    while worker.run.plain_seconds < target:
-        worker.step()
-    return worker.run, policy
 
 
 def mean_speed(
