@@ -31,8 +31,8 @@ from kvbraid.speculative.proposal import DraftTask, Proposal, Resync
 from kvbraid.transport.draft_grant import DraftGrant
 
 # While drafting does not pay, rows of prompts are taken for so many sequences, which a probe finds
-# warm; the rest starts cold, should drafting pay again. Fewer than a small batch has would make the
-# drafter look worse than it is: drafts behind a text of which it knows the end only come true less.
+# warm; the rest starts cold, should drafting pay again. Were it fewer than a small batch has, a
+# probe would judge by drafts behind texts of which the drafter knows the end only.
 _NUM_FOR_PROBES = 16
 
 

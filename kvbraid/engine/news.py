@@ -4,7 +4,7 @@ Where steps run on another device, the tokens of a step are told when the next o
 at once, the event loop would take the interpreter from the engine for as long as it sends them,
 while the device waits for work. A step that keeps the host busy, or none at all, waits for nothing.
 
-A message takes the event loop some 0.1 ms, however many tokens it brings, and the loop's and the
+A message takes the event loop as long whether it brings one token or ten, and the loop's and the
 engine's thread share one interpreter. Where steps are shorter than the messages of all sequences
 take, tokens in the midst of a text therefore wait for the next ones, some milliseconds at most: a
 text's first and last tokens, and everything else that happens, do not.
@@ -18,9 +18,9 @@ from collections.abc import Callable
 from kvbraid.engine.events import EngineEvent, StepReport, TokensReady
 from kvbraid.engine.sequence import SequenceKey
 
-# The event loop then gets about a tenth of the time.
+# Several times what a message takes: most of the time is the engine's.
 _WAIT_PER_SEQUENCE_S = 0.001
-# Less than anybody sees: tokens come at 50 times a second.
+# Tokens then come 50 times a second.
 _LONGEST_WAIT_S = 0.02
 
 

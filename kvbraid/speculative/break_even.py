@@ -5,7 +5,8 @@ same number of sequences. A step that drafted for B sequences and emitted n toke
 
     n / B - (draft seconds + step seconds) / plain seconds
 
-which is negative when it was slower than plain decoding. What a first drafting takes longer, since
+which is negative when it was slower than plain decoding; beside transfers at usual prices, see
+`StepPrices.cost`. What a first drafting takes longer, since
 the drafter is told prompts, is paid in instalments while drafting lasts, and the rest at once when
 it stops. Whatever estimates say, drafting needs a positive balance, and a probe one that covers its
 price, prompts included. The balance starts at INITIAL_CREDIT, or TRUSTED_CREDIT, and grows by

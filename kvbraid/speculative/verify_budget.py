@@ -82,7 +82,8 @@ def request_gains(acceptance: FloatArray, seconds: FloatArray, each: FloatArray)
     num_sequences = len(acceptance)
     extra = np.cumsum(np.cumprod(acceptance, axis=1), axis=1)
     drafting = np.arange(1, num_sequences + 1)[:, None]
-    tokens = num_sequences + np.cumsum(-np.sort(-extra, axis=0), axis=0)
+    order = np.argsort(-extra, axis=0, kind="stable")
+    tokens = num_sequences + np.cumsum(np.take_along_axis(extra, order, axis=0), axis=0)
     taken = seconds[1:] - (num_sequences - drafting) * each[1:]
     rates = tokens / taken
     place = int(np.argmax(rates))
@@ -92,7 +93,7 @@ def request_gains(acceptance: FloatArray, seconds: FloatArray, each: FloatArray)
         return np.full(num_sequences, best / plain)
     own = extra[:, slot]
     is_drafting = np.zeros(num_sequences, dtype=np.bool_)
-    is_drafting[np.argsort(-own, kind="stable")[:num_drafting]] = True
+    is_drafting[order[:num_drafting, slot]] = True
     others_tokens = tokens.flat[place] - np.where(is_drafting, own, 0.0)
     cost = np.full(num_sequences, each[1 + slot])
     others_seconds = taken.flat[place] - np.where(is_drafting, cost, 0.0)
